@@ -1,0 +1,44 @@
+# Two commands for a new user: `make demo` and `make test`. Both do all set-up themselves.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: demo test test-all bench lint format clean
+
+demo: $(VENV)/.demo
+	$(BIN)/crystallite demo
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest -q -m "not slow"
+
+test-all: $(VENV)/.dev
+	$(BIN)/python -m pytest -q
+
+# make bench            every part;  make bench PART=decompose  one part
+bench: $(VENV)/.bench
+	$(BIN)/python -m benchmarks $(PART)
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+
+format: $(VENV)/.dev
+	$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.demo: $(BIN)/python pyproject.toml constraints.txt
+	$(PIP) -e '.[demo]'
+	@touch $@
+
+$(VENV)/.dev: $(BIN)/python pyproject.toml constraints.txt
+	$(PIP) -e '.[dev]'
+	@touch $@
+
+$(VENV)/.bench: $(BIN)/python pyproject.toml constraints.txt
+	$(PIP) -e '.[dev,bench]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) demo-output build dist
