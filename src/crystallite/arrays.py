@@ -8,7 +8,6 @@ run at memory speed on any of them.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +25,7 @@ _BLOCK_BYTES = 4 << 20  # rows converted at a time when the matrix cannot be vie
 class _Format:
     """How a number format spells magnitudes: its storage integer, sign-clearing mask and first non-finite pattern."""
 
-    storage: type[np.unsignedinteger[Any]]
+    storage: type[np.unsignedinteger]
     mask: int
     infinity: int  # patterns from here on are not finite numbers; mask + 1 where every pattern is finite
     torch_dtype: torch.dtype | None  # decodes a pattern back to its value; None: the pattern is the value
@@ -70,7 +69,7 @@ class Magnitudes:
         return _FORMATS[self.format].infinity
 
     @property
-    def storage(self) -> type[np.unsignedinteger[Any]]:
+    def storage(self) -> type[np.unsignedinteger]:
         return _FORMATS[self.format].storage
 
     @property
@@ -81,7 +80,7 @@ class Magnitudes:
             return max(rows, 1)
         return max(1, _BLOCK_BYTES // max(1, cols * self.bits.dtype.itemsize))
 
-    def block(self, start: int, stop: int) -> np.ndarray[Any, Any]:
+    def block(self, start: int, stop: int) -> np.ndarray:
         """Rows start:stop as contiguous storage integers (a view when the memory already is)."""
         rows = self.bits[start:stop]
         if rows.dtype.kind == "i":  # two's complement is not sign-magnitude; |−128| needs the unsigned type
@@ -91,27 +90,31 @@ class Magnitudes:
     def pattern(self, threshold: float) -> int:
         """The smallest pattern whose value is ≥ threshold, so that |w| ≥ threshold ⇔ pattern(w) ≥ it; exact.
 
-        >>> magnitudes(np.zeros((1, 1), np.float32)).pattern(0.1) == np.float32(0.1).view(np.uint32)
+        >>> magnitudes(np.zeros((1, 1), np.float32)).pattern(1.0) == 0x3F800000
         True
         """
-        if not (isinstance(threshold, (int, float, np.number)) and threshold >= 0 and math.isfinite(threshold)):
-            raise InvalidOption(f"threshold must be a finite number ≥ 0, got {threshold!r}")
-        low, high = 0, min(self.infinity, self.mask)
-        if self.value(high - 1 if high == self.infinity else high) < threshold:
-            return high if high == self.infinity else high + 1
-        while low < high:  # binary search over at most 64 bits: the format decides, not a rounding of ours
-            middle = (low + high) // 2
-            if self.value(middle) >= threshold:
-                high = middle
-            else:
-                low = middle + 1
-        return low
+        return int(self.patterns(np.array([threshold], np.float64))[0])
+
+    def patterns(self, thresholds: np.ndarray) -> np.ndarray:
+        """`pattern` of each threshold: rounded to the format, and one step up where that fell short. Vectorised."""
+        fmt = _FORMATS[self.format]
+        if fmt.torch_dtype is None:
+            if thresholds.max(initial=0) > fmt.mask:
+                raise InvalidOption(f"threshold {thresholds.max():g} is above every value of {self.format}")
+            return np.ceil(thresholds).astype(fmt.storage)
+        rounded = torch.from_numpy(thresholds).to(fmt.torch_dtype)
+        bits = rounded.view(_TORCH_INTEGERS[rounded.element_size()]).numpy().view(fmt.storage)
+        bits = np.minimum(bits, fmt.storage(fmt.infinity))
+        finite = bits < fmt.infinity
+        short = np.zeros(len(bits), bool)
+        short[finite] = self.values(bits[finite]) < thresholds[finite]
+        return bits + short.astype(fmt.storage)
 
     def value(self, pattern: int) -> float:
         """The magnitude that a pattern stands for."""
         return float(self.values(np.array([pattern], self.storage))[0])
 
-    def values(self, patterns: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.float64]]:
+    def values(self, patterns: np.ndarray) -> np.ndarray:
         """Magnitudes of an array of patterns (sign bits ignored), as float64."""
         fmt = _FORMATS[self.format]
         clean = patterns.astype(fmt.storage) & fmt.storage(fmt.mask)
@@ -121,10 +124,10 @@ class Magnitudes:
         return signed.view(fmt.torch_dtype).to(torch.float64).numpy()
 
 
-def as_matrix(matrix: Any, name: str = "matrix") -> np.ndarray[Any, Any] | torch.Tensor:
-    """The argument as a 2-D real NumPy array or detached CPU tensor, without a copy, or an `InvalidMatrix` that says why not."""
+def as_matrix(matrix: Any, name: str = "matrix") -> np.ndarray | torch.Tensor:
+    """The argument as a 2-D real array or detached tensor, without a copy; `InvalidMatrix` says why it cannot be."""
     if isinstance(matrix, torch.Tensor):
-        result: np.ndarray[Any, Any] | torch.Tensor = matrix.detach()
+        result: np.ndarray | torch.Tensor = matrix.detach()
         if result.layout != torch.strided:
             raise InvalidMatrix(f"{name}: expected a dense tensor, got layout {result.layout}; call .to_dense() first")
     else:
@@ -157,15 +160,15 @@ def magnitudes(matrix: Any, name: str = "matrix") -> Magnitudes:
             bits = bits.view(fmt)  # torch.int8 came through as uint8
     else:
         bits = np.asarray(array)
+        if not bits.dtype.isnative:
+            bits = bits.astype(bits.dtype.newbyteorder("="))
     if not fmt.startswith("int"):
         bits = bits.view(_FORMATS[fmt].storage)
-    elif bits.dtype.byteorder == ">":
-        bits = bits.astype(bits.dtype.newbyteorder("="))
     column_major = bits.flags.f_contiguous and not bits.flags.c_contiguous
     return Magnitudes(bits.T if column_major else bits, fmt, column_major)
 
 
-def _format_of(array: np.ndarray[Any, Any] | torch.Tensor) -> str:
+def _format_of(array: np.ndarray | torch.Tensor) -> str:
     if isinstance(array, torch.Tensor):
         return str(array.dtype).removeprefix("torch.")
     return array.dtype.name

@@ -1,0 +1,45 @@
+"""Running a kernel over the rows of a matrix on as many threads as torch may use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import torch
+
+from crystallite.arrays import Magnitudes
+
+__all__ = ["over_rows", "thread_count"]
+
+_BYTES_PER_THREAD = 1 << 20  # below this a thread costs more than it saves
+
+
+def thread_count(matrix: Magnitudes) -> int:
+    """How many threads a pass over this matrix is worth; `torch.set_num_threads` is the upper bound."""
+    return max(1, min(torch.get_num_threads(), matrix.bits.nbytes // _BYTES_PER_THREAD, matrix.shape[0]))
+
+
+def over_rows(matrix: Magnitudes, work: Callable[[int, int, np.ndarray], None]) -> None:
+    """Call work(thread, first_row, block) for contiguous row blocks; each thread gets its own range of rows in order.
+
+    The blocks are views of the matrix, or copies of a few megabytes where its memory layout needs them. `work`
+    runs without the interpreter lock only while it is inside compiled code.
+    """
+    rows = matrix.shape[0]
+    threads = thread_count(matrix)
+    bounds = np.linspace(0, rows, threads + 1).astype(int)
+    step = matrix.rows_per_block
+
+    def run(thread: int) -> None:
+        for start in range(bounds[thread], bounds[thread + 1], step):
+            work(thread, start, matrix.block(start, min(start + step, bounds[thread + 1])))
+
+    if threads == 1:
+        run(0)
+        return
+    with ThreadPoolExecutor(threads - 1, "crystallite") as pool:
+        others = [pool.submit(run, thread) for thread in range(1, threads)]
+        run(0)
+        for other in others:
+            other.result()

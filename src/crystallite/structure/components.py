@@ -1,0 +1,53 @@
+"""Components of a thresholded matrix in one streaming pass: the graph engine for feed-forward matrices."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from crystallite.arrays import Magnitudes
+from crystallite.errors import InvalidMatrix
+from crystallite.parallel import over_rows, thread_count
+from crystallite.structure import kernels
+
+__all__ = ["column_components", "kernel_arguments", "refuse_non_finite"]
+
+
+def kernel_arguments(matrix: Magnitudes, threshold: int | np.ndarray) -> tuple:
+    """(mask, threshold, infinity) as the kernels take them: storage integers of the matrix's own width."""
+    storage = matrix.storage
+    infinity = matrix.infinity if matrix.infinity <= matrix.mask else 0
+    return storage(matrix.mask), np.asarray(threshold, storage)[()], storage(infinity)
+
+
+def refuse_non_finite(matrix: Magnitudes, row: int, name: str) -> None:
+    """Raise `InvalidMatrix` if a kernel stopped at a row (it returns −1 when it did not)."""
+    if row >= 0:
+        entries = matrix.block(row, row + 1)[0] & matrix.storage(matrix.mask)
+        col = int(np.argmax(entries >= matrix.infinity))
+        where = (col, row) if matrix.transposed else (row, col)
+        raise InvalidMatrix(f"{name}: expected finite numbers, got NaN or infinity at {where}")
+
+
+def column_components(
+    matrix: Magnitudes, threshold: int | np.ndarray, name: str = "matrix"
+) -> tuple[np.ndarray, np.ndarray]:
+    """Set labels of rows and columns under the survivors ≥ threshold; −1 where a row or column has none.
+
+    A label is a column index that the set contains. O(rows · cols) reads, O(rows + cols) memory per thread.
+    """
+    rows, cols = matrix.shape
+    mask, limit, infinity = kernel_arguments(matrix, threshold)
+    anchor = np.full(rows, -1, np.int32)
+    forests = np.full((thread_count(matrix), cols), -1, np.int32)
+
+    def link(thread: int, first_row: int, block: np.ndarray) -> None:
+        bad = kernels.link_columns(block, first_row, mask, limit, infinity, anchor, forests[thread])
+        refuse_non_finite(matrix, bad, name)
+
+    over_rows(matrix, link)
+    forest = forests[0]
+    for other in forests[1:]:
+        kernels.merge_forest(forest, other)
+    kernels.flatten_forest(forest)
+    row_label = np.where(anchor >= 0, forest[anchor], -1) if cols else np.full(rows, -1, np.int32)
+    return row_label, forest

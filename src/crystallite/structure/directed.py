@@ -1,0 +1,110 @@
+"""What a feedback matrix falls into: strongly connected blocks, their layers and their weak components."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+from crystallite.errors import InvalidMatrix
+from crystallite.maps import Permutation
+from crystallite.structure.strong import unpacked
+from crystallite.tables import Table
+
+__all__ = ["DirectedStructure"]
+
+Array = TypeVar("Array", bound="np.ndarray | torch.Tensor")
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class DirectedStructure:
+    """Frobenius form of a feedback matrix (eqs. 4.3, 4.4), where W(i, j) ≠ 0 means j → i.
+
+    SCCs are numbered by their first node, weak components by theirs; layer 0 depends on nothing else.
+
+    >>> from crystallite import decompose
+    >>> decompose(np.array([[0, 1, 0], [1, 0, 0], [0, 1, 0]]), kind="directed")
+    DirectedStructure(3 nodes: 2 SCCs, largest 2; 1 weak component, 2 layers, 0 isolated)
+    """
+
+    scc: np.ndarray  # (nodes,) strongly connected component of each node
+    component: np.ndarray  # (nodes,) weakly connected component
+    layer: np.ndarray  # (nodes,) layer of the node's SCC in the condensation
+    isolated: np.ndarray  # (nodes,) no edge at all, not even to itself: the dormant neurons
+    condensation_words: np.ndarray  # the condensation as a bit matrix, 1/8 of a Boolean one
+
+    def __post_init__(self) -> None:
+        for field in (self.scc, self.component, self.layer, self.isolated, self.condensation_words):
+            field.flags.writeable = False
+
+    @property
+    def size(self) -> int:
+        return len(self.scc)
+
+    @property
+    def n_scc(self) -> int:
+        """Order k of the condensation."""
+        return len(self.condensation_words)
+
+    @property
+    def n_components(self) -> int:
+        """Weakly connected components, isolated nodes included."""
+        return int(self.component.max(initial=-1)) + 1
+
+    @property
+    def n_layers(self) -> int:
+        return int(self.layer.max(initial=-1)) + 1
+
+    @cached_property
+    def P(self) -> Permutation:
+        """Node permutation: by component, layer, SCC; isolated nodes last. `P @ W @ P.T` is block lower triangular."""
+        return Permutation(np.lexsort((self.scc, self.layer, self.component, self.isolated)))
+
+    @cached_property
+    def blocks(self) -> list[np.ndarray]:
+        """Nodes of each SCC in the order of P: the diagonal (Frobenius) blocks, isolated nodes left out."""
+        order = self.P.source[: self.size - int(self.isolated.sum())]
+        return np.split(order, np.flatnonzero(np.diff(self.scc[order])) + 1) if len(order) else []
+
+    @cached_property
+    def condensation(self) -> np.ndarray:
+        """M_C (k, k) Boolean: entry (p, q) is True where SCC q feeds SCC p. Unpacked when first asked for."""
+        return unpacked(self.condensation_words, self.n_scc)
+
+    @property
+    def largest_share(self) -> float:
+        """Nodes in the largest SCC as a share of all."""
+        return float(np.bincount(self.scc, minlength=1).max()) / max(1, self.size)
+
+    def apply(self, matrix: Array) -> Array:
+        """PWPᵀ: weak components on the diagonal, each block lower triangular, isolated nodes last."""
+        if tuple(matrix.shape) != (self.size, self.size):
+            raise InvalidMatrix(f"this structure belongs to {self.size} nodes, got shape {tuple(matrix.shape)}")
+        return self.P @ matrix @ self.P.T
+
+    def table(self) -> Table:
+        """The paper's table V (section 8.2), sorted by NewIndex, counted from 1."""
+        order = self.P.source
+        tags = (self.scc + 1, self.component + 1, self.layer + 1, self.isolated.astype(np.intp))
+        return Table(
+            ("Index", "S_TAG", "G_TAG", "L_TAG", "I_TAG", "NewIndex"),
+            np.column_stack([order + 1, *(tag[order] for tag in tags), np.arange(1, self.size + 1)]),
+        )
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, DirectedStructure):
+            return NotImplemented
+        mine, theirs = (
+            (s.scc, s.component, s.layer, s.isolated, s.condensation_words) for s in (self, other)
+        )
+        return all(np.array_equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+    def __repr__(self) -> str:
+        largest = np.bincount(self.scc, minlength=1).max()
+        sccs = f"{self.n_scc} SCC{'s' * (self.n_scc != 1)}, largest {largest}"
+        weak = f"{self.n_components} weak component{'s' * (self.n_components != 1)}"
+        layers = f"{self.n_layers} layer{'s' * (self.n_layers != 1)}"
+        return f"DirectedStructure({self.size} nodes: {sccs}; {weak}, {layers}, {int(self.isolated.sum())} isolated)"

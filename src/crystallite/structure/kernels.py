@@ -1,0 +1,194 @@
+"""Compiled passes over a matrix. Each reads a block of rows once, 64 entries at a time.
+
+Conventions: `block` holds magnitudes as unsigned integers (see `crystallite.arrays`), `mask` clears the sign,
+`threshold` is the smallest surviving pattern (one number, or one per column), `infinity` the first pattern that is
+not a finite number, or 0 where every pattern is one. A pass returns the first row it met with a non-finite entry,
+or −1.
+
+Union-find forests are int32 arrays: `parent[node] == node` at a root; −1 marks a node not seen yet.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit, types
+from numba.extending import overload
+
+from crystallite.structure.lanes import LANES, equal_lanes, lowest_bit, surviving_lanes
+
+__all__ = ["collect_survivors", "find", "flatten_forest", "link_columns", "merge_forest", "pack_survivors"]
+
+compiled = njit(nogil=True, cache=True)
+inlined = njit(nogil=True, inline="always")  # a call would count references to its arrays, which costs more than the work
+_ONE = np.uint64(1)
+_NO_ROOT = np.int32(-2)  # unlike −1, equal to no entry of a forest
+
+
+def limit_of(threshold: Any, column: int) -> Any:
+    """The threshold that holds in a column."""
+    return threshold[column] if isinstance(threshold, np.ndarray) else threshold
+
+
+@overload(limit_of)
+def _limit_of(threshold, column):  # unannotated: numba compares the signatures
+    if isinstance(threshold, types.Array):
+        return lambda threshold, column: threshold[column]
+    return lambda threshold, column: threshold
+
+
+@inlined
+def _last_word(row, start, mask, threshold):
+    """Bits of the surviving columns from `start` to the end of the row, fewer than 64."""
+    word = np.uint64(0)
+    for column in range(start, row.shape[0]):
+        if (row[column] & mask) >= limit_of(threshold, column):
+            word |= _ONE << np.uint64(column - start)
+    return word
+
+
+@inlined
+def _any_non_finite(row, start, mask, infinity):
+    """Whether the row holds a non-finite entry from `start` to its end."""
+    found = False
+    for column in range(start, row.shape[0]):
+        found |= (row[column] & mask) >= infinity
+    return found and infinity != 0
+
+
+@inlined
+def find(parent, node):
+    """Root of a node, halving the path on the way."""
+    while parent[node] != node:
+        parent[node] = parent[parent[node]]
+        node = parent[node]
+    return node
+
+
+@inlined
+def _join(word, start, root, parent):
+    """Put the columns of a word into the set of `root`, or start a set; returns the set's root."""
+    while word:
+        column = np.int32(start + lowest_bit(word))
+        word &= word - _ONE
+        if parent[column] < 0:
+            parent[column] = column
+        other = find(parent, column)
+        if root < 0:
+            root = other
+        elif other < root:
+            parent[root] = other
+            root = other
+        else:
+            parent[other] = root
+        parent[column] = root
+    return root
+
+
+@compiled
+def link_columns(block, first_row, mask, threshold, infinity, anchor, parent):
+    """Join the columns that survive together in a row.
+
+    Rows need no nodes of their own: anchor[row] is one column of the row's set, or −1 where nothing survives.
+    Columns already in the row's set are dropped 64 at a time, so that once a block has formed its survivors cost
+    no more than the entries that do not survive, and the branch on what is left is well predicted.
+    """
+    rows, cols = block.shape
+    whole = cols - cols % LANES
+    for r in range(rows):
+        row = block[r]
+        root = _NO_ROOT
+        bad = np.uint64(0)
+        for start in range(0, whole, LANES):
+            word = surviving_lanes(row, start, mask, threshold) & ~equal_lanes(parent, start, root)
+            if infinity:
+                bad |= surviving_lanes(row, start, mask, infinity)
+            if word:
+                root = _join(word, start, root, parent)
+        root = _join(_last_word(row, whole, mask, threshold), whole, root, parent)
+        if bad or _any_non_finite(row, whole, mask, infinity):
+            return first_row + r
+        anchor[first_row + r] = max(root, np.int32(-1))
+    return -1
+
+
+@compiled
+def merge_forest(parent, other):
+    """Add the joins of one forest to another over the same nodes."""
+    for node in range(parent.shape[0]):
+        if other[node] < 0:
+            continue
+        if parent[node] < 0:
+            parent[node] = node
+        if parent[other[node]] < 0:
+            parent[other[node]] = other[node]
+        a = find(parent, node)
+        b = find(parent, other[node])
+        if a < b:
+            parent[b] = a
+        else:
+            parent[a] = b
+
+
+@compiled
+def flatten_forest(parent):
+    """Every seen node points at its root."""
+    for node in range(parent.shape[0]):
+        if parent[node] >= 0:
+            parent[node] = find(parent, node)
+
+
+@compiled
+def pack_survivors(block, first_row, mask, threshold, infinity, words):
+    """Bit matrix of the survivors: bit j % 64 of words[row, j // 64] is set where entry (row, j) survives."""
+    rows, cols = block.shape
+    whole = cols - cols % LANES
+    for r in range(rows):
+        row = block[r]
+        bad = np.uint64(0)
+        for start in range(0, whole, LANES):
+            words[first_row + r, start // LANES] = surviving_lanes(row, start, mask, threshold)
+            if infinity:
+                bad |= surviving_lanes(row, start, mask, infinity)
+        if whole < cols:
+            words[first_row + r, whole // LANES] = _last_word(row, whole, mask, threshold)
+        if bad or _any_non_finite(row, whole, mask, infinity):
+            return first_row + r
+    return -1
+
+
+@inlined
+def _append(word, start, r, first_row, row, mask, out_rows, out_cols, out_bits, count):
+    while word:
+        column = start + lowest_bit(word)
+        word &= word - _ONE
+        if count < out_rows.shape[0]:
+            out_rows[count] = first_row + r
+            out_cols[count] = column
+            out_bits[count] = row[column] & mask
+        count += 1
+    return count
+
+
+@compiled
+def collect_survivors(block, first_row, mask, threshold, infinity, out_rows, out_cols, out_bits, count):
+    """Append the survivors' positions and patterns; returns (count, −1), the count going on past a full buffer."""
+    rows, cols = block.shape
+    whole = cols - cols % LANES
+    for r in range(rows):
+        row = block[r]
+        bad = np.uint64(0)
+        for start in range(0, whole, LANES):
+            word = surviving_lanes(row, start, mask, threshold)
+            if infinity:
+                bad |= surviving_lanes(row, start, mask, infinity)
+            if word:
+                count = _append(word, start, r, first_row, row, mask, out_rows, out_cols, out_bits, count)
+        word = _last_word(row, whole, mask, threshold)
+        count = _append(word, whole, r, first_row, row, mask, out_rows, out_cols, out_bits, count)
+        if bad or _any_non_finite(row, whole, mask, infinity):
+            return count, first_row + r
+        if count > out_rows.shape[0]:
+            return count, -1
+    return count, -1
