@@ -5,19 +5,26 @@ from crystallite.maps import Embedding, Permutation, Projection
 from crystallite.structure.bipartite import BipartiteStructure
 from crystallite.structure.decompose import decompose
 from crystallite.structure.directed import DirectedStructure
+from crystallite.structure.hubs import BorderedStructure, hubs
+from crystallite.structure.levels import DirectedProfile, LevelProfile, level_profile
 from crystallite.tables import Table
 
 __all__ = [
     "BipartiteStructure",
+    "BorderedStructure",
     "CheckpointError",
     "CrystalliteError",
+    "DirectedProfile",
     "DirectedStructure",
     "Embedding",
     "InvalidMap",
     "InvalidMatrix",
     "InvalidOption",
+    "LevelProfile",
     "Permutation",
     "Projection",
     "Table",
     "decompose",
+    "hubs",
+    "level_profile",
 ]

@@ -127,9 +127,9 @@ class Magnitudes:
 def as_matrix(matrix: Any, name: str = "matrix") -> np.ndarray | torch.Tensor:
     """The argument as a 2-D real array or detached tensor, without a copy; `InvalidMatrix` says why it cannot be."""
     if isinstance(matrix, torch.Tensor):
+        if matrix.layout != torch.strided:
+            raise InvalidMatrix(f"{name}: expected a dense tensor, got layout {matrix.layout}; call .to_dense() first")
         result: np.ndarray | torch.Tensor = matrix.detach()
-        if result.layout != torch.strided:
-            raise InvalidMatrix(f"{name}: expected a dense tensor, got layout {result.layout}; call .to_dense() first")
     else:
         try:
             result = np.asanyarray(matrix)

@@ -255,7 +255,7 @@ class Embedding(_IndexMap):
         if tuple(block.shape) != (len(self), len(columns)):
             raise InvalidMap(f"expected a block of shape {(len(self), len(columns))}, got {tuple(block.shape)}")
         rows = _index_for(matrix, self._index)
-        matrix[rows[:, None], _index_for(matrix, columns._index)] = block
+        matrix[rows[:, None], _index_for(matrix, columns._index)] = block  # type: ignore[assignment]
         return matrix
 
     def inverse(self) -> Projection:

@@ -106,7 +106,7 @@ class BipartiteStructure:
         block k + 1; SubGroup labels may therefore skip (1, 3, 5, 6 in the paper's example).
         """
         starts_class = self.row_block < 0
-        first_of_block = np.unique(self.row_block, return_index=True)[1][-self.n_blocks :] if self.n_blocks else []
+        first_of_block = np.array([rows[0] for rows, _ in self.blocks], np.intp)
         starts_class[first_of_block] = True
         class_number = starts_class.cumsum()
         label = np.append(class_number[first_of_block], class_number[-1:].sum() + 1)  # last: the zero block

@@ -14,7 +14,7 @@ from crystallite.structure.bipartite import BipartiteStructure
 from crystallite.structure.components import column_components
 from crystallite.structure.directed import DirectedStructure
 
-__all__ = ["decompose"]
+__all__ = ["decompose", "edge_patterns"]
 
 Threshold = float | np.ndarray | torch.Tensor | None
 
@@ -77,6 +77,11 @@ def decompose(
     if kind == "directed":
         return _directed_by_search(array, limits, name)
     return _bipartite_by_search(magnitudes(array, name), limits, name)
+
+
+def edge_patterns(matrix: Magnitudes, threshold: Threshold) -> int | np.ndarray:
+    """A caller's threshold, checked, as patterns of the matrix's format."""
+    return _patterns(matrix, _column_limits(threshold, matrix.shape[1]))
 
 
 def _column_limits(threshold: Threshold, cols: int) -> float | np.ndarray | None:

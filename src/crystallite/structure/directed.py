@@ -97,9 +97,7 @@ class DirectedStructure:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, DirectedStructure):
             return NotImplemented
-        mine, theirs = (
-            (s.scc, s.component, s.layer, s.isolated, s.condensation_words) for s in (self, other)
-        )
+        mine, theirs = ((s.scc, s.component, s.layer, s.isolated, s.condensation_words) for s in (self, other))
         return all(np.array_equal(a, b) for a, b in zip(mine, theirs, strict=True))
 
     def __repr__(self) -> str:

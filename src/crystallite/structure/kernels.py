@@ -18,10 +18,20 @@ from numba.extending import overload
 
 from crystallite.structure.lanes import LANES, equal_lanes, lowest_bit, surviving_lanes
 
-__all__ = ["collect_survivors", "find", "flatten_forest", "link_columns", "merge_forest", "pack_survivors"]
+__all__ = [
+    "best_links",
+    "collect_survivors",
+    "find",
+    "flatten_forest",
+    "link_columns",
+    "merge_forest",
+    "pack_survivors",
+]
 
 compiled = njit(nogil=True, cache=True)
-inlined = njit(nogil=True, inline="always")  # a call would count references to its arrays, which costs more than the work
+inlined = njit(
+    nogil=True, inline="always"
+)  # a call would count references to its arrays, which costs more than the work
 _ONE = np.uint64(1)
 _NO_ROOT = np.int32(-2)  # unlike −1, equal to no entry of a forest
 
@@ -159,12 +169,12 @@ def pack_survivors(block, first_row, mask, threshold, infinity, words):
 
 
 @inlined
-def _append(word, start, r, first_row, row, mask, out_rows, out_cols, out_bits, count):
+def _append(word, start, row_index, row, mask, out_rows, out_cols, out_bits, count):
     while word:
         column = start + lowest_bit(word)
         word &= word - _ONE
         if count < out_rows.shape[0]:
-            out_rows[count] = first_row + r
+            out_rows[count] = row_index
             out_cols[count] = column
             out_bits[count] = row[column] & mask
         count += 1
@@ -173,22 +183,80 @@ def _append(word, start, r, first_row, row, mask, out_rows, out_cols, out_bits, 
 
 @compiled
 def collect_survivors(block, first_row, mask, threshold, infinity, out_rows, out_cols, out_bits, count):
-    """Append the survivors' positions and patterns; returns (count, −1), the count going on past a full buffer."""
+    """Append positions and patterns of the survivors; returns (count, bad row), the count going on past a full buffer.
+
+    Non-finite entries are the largest patterns of all, so they are among the survivors.
+    """
     rows, cols = block.shape
     whole = cols - cols % LANES
     for r in range(rows):
         row = block[r]
-        bad = np.uint64(0)
+        before = count
         for start in range(0, whole, LANES):
             word = surviving_lanes(row, start, mask, threshold)
-            if infinity:
-                bad |= surviving_lanes(row, start, mask, infinity)
             if word:
-                count = _append(word, start, r, first_row, row, mask, out_rows, out_cols, out_bits, count)
+                count = _append(word, start, first_row + r, row, mask, out_rows, out_cols, out_bits, count)
         word = _last_word(row, whole, mask, threshold)
-        count = _append(word, whole, r, first_row, row, mask, out_rows, out_cols, out_bits, count)
-        if bad or _any_non_finite(row, whole, mask, infinity):
-            return count, first_row + r
+        count = _append(word, whole, first_row + r, row, mask, out_rows, out_cols, out_bits, count)
+        for e in range(before, min(count, out_bits.shape[0])):
+            if infinity and out_bits[e] >= infinity:
+                return count, first_row + r
         if count > out_rows.shape[0]:
-            return count, -1
+            return out_rows.shape[0] + 1, -1
     return count, -1
+
+
+@inlined
+def _offer(word, start, row_index, row, mask, mine, giant, label, needs, best_bits, best_row, best_col):
+    """Let the set of the row and the sets of the columns in a word take the edges that beat their best."""
+    while word:
+        column = start + lowest_bit(word)
+        word &= word - _ONE
+        other = label[column]
+        if other == mine:
+            continue
+        bits = row[column] & mask
+        if other != giant:
+            if bits > best_bits[other]:
+                best_bits[other] = bits
+                best_row[other] = row_index
+                best_col[other] = column
+            needs[column] = best_bits[other] + _ONE
+        if mine != giant and bits > best_bits[mine]:
+            best_bits[mine] = bits
+            best_row[mine] = row_index
+            best_col[mine] = column
+
+
+@compiled
+def best_links(block, first_row, mask, label, giant, outside_cols, needs, best_bits, best_row, best_col):
+    """Heaviest edge out of every set except the giant one; the first in reading order where weights tie.
+
+    label: set of every column, then of every row. needs: what an entry of a column must reach to beat the best edge of
+    the column's set so far, out of reach for columns of the giant set. A running maximum is beaten O(log) times, so
+    nearly all words of 64 entries are empty. Rows of the giant set need only the columns outside it.
+    """
+    rows, cols = block.shape
+    whole = cols - cols % LANES
+    few_columns = outside_cols.shape[0] * 16 < cols  # fewer cache lines than a row has
+    for r in range(rows):
+        row = block[r]
+        mine = label[cols + first_row + r]
+        if mine == giant and few_columns:
+            for column in outside_cols:
+                if (row[column] & mask) >= needs[column]:
+                    _offer(
+                        _ONE, column, first_row + r, row, mask, mine, giant, label, needs, best_bits, best_row, best_col
+                    )
+            continue
+        for start in range(0, cols, LANES):
+            if start < whole:
+                word = surviving_lanes(row, start, mask, needs)
+                if mine != giant:
+                    word |= surviving_lanes(row, start, mask, best_bits[mine] + _ONE)
+            else:
+                word = _last_word(row, whole, mask, needs)
+                if mine != giant:
+                    word |= _last_word(row, whole, mask, best_bits[mine] + _ONE)
+            if word:
+                _offer(word, start, first_row + r, row, mask, mine, giant, label, needs, best_bits, best_row, best_col)

@@ -45,10 +45,7 @@ def surviving_lanes(_typing: Any, row: Any, offset: Any, mask: Any, threshold: A
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         entries = builder.and_(_load(context, builder, sig.args[0], args[0], args[1]), _splat(builder, args[2]))
-        if by_column:
-            limits = _load(context, builder, sig.args[3], args[3], args[1])
-        else:
-            limits = _splat(builder, args[3])
+        limits = _load(context, builder, sig.args[3], args[3], args[1]) if by_column else _splat(builder, args[3])
         return builder.bitcast(builder.icmp_unsigned(">=", entries, limits), ir.IntType(LANES))
 
     return signature, generate

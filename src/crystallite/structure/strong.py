@@ -14,7 +14,7 @@ from crystallite.structure.components import kernel_arguments, refuse_non_finite
 from crystallite.structure.kernels import compiled, find, inlined, pack_survivors
 from crystallite.structure.lanes import LANES, lowest_bit
 
-__all__ = ["condense", "packed", "strong_components", "unpacked"]
+__all__ = ["bit_of", "condense", "layers_and_weak_components", "packed", "strong_components", "unpacked"]
 
 _ONE = np.uint64(1)
 _SIX_BITS = np.uint64(63)
@@ -40,7 +40,8 @@ def unpacked(words: np.ndarray, cols: int) -> np.ndarray:
 
 
 @inlined
-def _bit(node):
+def bit_of(node):
+    """The bit of a node in its word."""
     return _ONE << (np.uint64(node) & _SIX_BITS)
 
 
@@ -61,7 +62,7 @@ def strong_components(words):
     frames = np.empty(nodes, np.int32)  # the search stack: nodes, and the next word of each
     next_word = np.zeros(nodes, np.int32)
     for node in range(nodes):
-        unvisited[node // LANES] |= _bit(node)
+        unvisited[node // LANES] |= bit_of(node)
     count = 0
     for start in range(nodes):
         if place[start] >= 0:
@@ -77,8 +78,8 @@ def strong_components(words):
                 path_length += 1
                 bound_count += 1
                 depth += 1
-                unvisited[descend // LANES] &= ~_bit(descend)
-                on_path[descend // LANES] |= _bit(descend)
+                unvisited[descend // LANES] &= ~bit_of(descend)
+                on_path[descend // LANES] |= bit_of(descend)
                 descend = -1
             node = frames[depth - 1]
             k = next_word[node]
@@ -106,7 +107,7 @@ def strong_components(words):
                     path_length -= 1
                     member = path[path_length]
                     component[member] = count
-                    on_path[member // LANES] &= ~_bit(member)
+                    on_path[member // LANES] &= ~bit_of(member)
                 count += 1
             if depth == 0:
                 break
@@ -124,7 +125,7 @@ def condense(words, component, count, largest):
     inside = np.zeros(width, np.uint64)
     for node in range(nodes):
         if component[node] == largest:
-            inside[node // LANES] |= _bit(node)
+            inside[node // LANES] |= bit_of(node)
     for node in range(nodes):
         mine = component[node]
         touches_largest = False
@@ -137,9 +138,9 @@ def condense(words, component, count, largest):
                 other = component[k * LANES + lowest_bit(word)]
                 word &= word - _ONE
                 if other != mine:
-                    condensed[mine, other // LANES] |= _bit(other)
+                    condensed[mine, other // LANES] |= bit_of(other)
         if touches_largest and mine != largest:
-            condensed[mine, largest // LANES] |= _bit(largest)
+            condensed[mine, largest // LANES] |= bit_of(largest)
     return condensed
 
 

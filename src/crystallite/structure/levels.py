@@ -1,0 +1,260 @@
+"""Blocks at every threshold at once, read off the maximum spanning forest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, overload
+
+import numpy as np
+
+from crystallite.arrays import magnitudes
+from crystallite.errors import InvalidMatrix, InvalidOption
+from crystallite.structure.bipartite import BipartiteStructure
+from crystallite.structure.decompose import decompose
+from crystallite.structure.forest import kruskal, roots, spanning_forest
+from crystallite.structure.kernels import compiled, find
+
+__all__ = ["DirectedProfile", "Level", "LevelProfile", "level_profile"]
+
+
+class Level(NamedTuple):
+    """The blocks of {|w| ≥ threshold}, counted."""
+
+    threshold: float
+    n_blocks: int
+    largest_share: float  # neurons in the largest block as a share of all
+    dormant: tuple[int, ...]  # neurons without an edge: (columns, rows), or one count for each layer of a chain
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class LevelProfile:
+    """Blocks, largest block and dormant neurons as functions of the threshold; they change only at `thresholds`.
+
+    Neurons come in groups: the columns and the rows of one matrix, or the layers of neurons of a chain of matrices.
+
+    >>> level_profile(np.array([[3.0, 0.0, 1.0], [0.0, 2.0, 0.0]]))
+    LevelProfile(2 + 3 neurons, 3 levels: up to 2 blocks; largest reaches 60% of the neurons)
+    """
+
+    group_sizes: tuple[int, ...]
+    thresholds: np.ndarray  # (levels,) descending; the counts below hold for thresholds[k + 1] < c ≤ thresholds[k]
+    n_blocks: np.ndarray  # (levels,)
+    largest: np.ndarray  # (levels,) neurons in the largest block
+    dormant: np.ndarray  # (levels, groups)
+    first: np.ndarray  # (edges,) the forest's edges between neurons numbered through all groups
+    second: np.ndarray
+    weights: np.ndarray  # (edges,) descending
+
+    @property
+    def largest_share(self) -> np.ndarray:
+        """(levels,) neurons in the largest block as a share of all."""
+        return self.largest / max(1, sum(self.group_sizes))
+
+    def at(self, threshold: float) -> Level:
+        """The counts at any threshold ≥ 0, O(log levels).
+
+        >>> level_profile(np.array([[3.0, 0.0, 1.0], [0.0, 2.0, 0.0]])).at(1.5)
+        Level(threshold=1.5, n_blocks=2, largest_share=0.4, dormant=(1, 0))
+        """
+        k = self._kept(self.thresholds, threshold) - 1
+        if k < 0:
+            return Level(threshold, 0, 0.0, self.group_sizes)
+        share = float(self.largest_share[k])
+        return Level(threshold, int(self.n_blocks[k]), share, tuple(self.dormant[k].tolist()))
+
+    def labels(self, threshold: float) -> list[np.ndarray]:
+        """Block label of every neuron at a threshold, one array for each group; −1 is dormant. O(neurons)."""
+        total = sum(self.group_sizes)
+        edges = self._kept(self.weights, threshold)
+        parent = np.arange(total, dtype=np.int32)
+        kruskal(self.first[:edges], self.second[:edges], parent)
+        label = roots(parent)
+        touched = np.zeros(total, bool)
+        touched[self.first[:edges]] = touched[self.second[:edges]] = True
+        label[~touched] = -1
+        return np.split(label, np.cumsum(self.group_sizes)[:-1])
+
+    def structure(self, threshold: float) -> BipartiteStructure:
+        """The blocks at a threshold, as `decompose` would find them, without reading the matrix again."""
+        if len(self.group_sizes) != 2:
+            raise InvalidOption(
+                f"a chain of {len(self.group_sizes) - 1} matrices has no single structure; use labels()"
+            )
+        cols, rows = self.labels(threshold)
+        return BipartiteStructure.from_labels(rows, cols)
+
+    def to_pandas(self) -> Any:
+        """One row per level."""
+        import pandas
+
+        columns = {"threshold": self.thresholds, "blocks": self.n_blocks, "largest_share": self.largest_share}
+        names = (
+            ("columns", "rows") if len(self.group_sizes) == 2 else [f"layer {i}" for i in range(len(self.group_sizes))]
+        )
+        for name, counts in zip(names, self.dormant.T, strict=True):
+            columns[f"dormant {name}"] = counts
+        return pandas.DataFrame(columns)
+
+    @staticmethod
+    def _kept(descending: np.ndarray, threshold: float) -> int:
+        """How many of the values are ≥ threshold."""
+        if not threshold >= 0:
+            raise InvalidOption(f"threshold must be a number ≥ 0, got {threshold!r}")
+        return len(descending) - int(np.searchsorted(descending[::-1], threshold, side="left"))
+
+    def __repr__(self) -> str:
+        neurons = " + ".join(map(str, self.group_sizes[::-1] if len(self.group_sizes) == 2 else self.group_sizes))
+        most, share = self.n_blocks.max(initial=0), self.largest_share.max(initial=0.0)
+        return (
+            f"LevelProfile({neurons} neurons, {len(self.thresholds)} levels: up to {most} blocks; "
+            f"largest reaches {share:.0%} of the neurons)"
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class DirectedProfile:
+    """Feedback structure over a grid of thresholds: one entry of each array per threshold."""
+
+    thresholds: np.ndarray
+    n_scc: np.ndarray  # strongly connected components, isolated nodes included
+    n_components: np.ndarray  # weakly connected components, isolated nodes included
+    largest_scc_share: np.ndarray  # nodes in the largest SCC as a share of all
+    n_layers: np.ndarray
+    isolated: np.ndarray
+
+    def to_pandas(self) -> Any:
+        """One row per threshold."""
+        import pandas
+
+        return pandas.DataFrame(vars(self))
+
+
+@overload
+def level_profile(
+    weight: Any,
+    kind: Literal["bipartite"] = ...,
+    *,
+    scales: Sequence[float] | None = ...,
+    name: str = ...,
+) -> LevelProfile: ...
+
+
+@overload
+def level_profile(
+    weight: Any, kind: Literal["directed"], *, thresholds: Sequence[float] | None = ..., name: str = ...
+) -> DirectedProfile: ...
+
+
+def level_profile(
+    weight: Any,
+    kind: Literal["bipartite", "directed"] = "bipartite",
+    *,
+    scales: Sequence[float] | None = None,
+    thresholds: Sequence[float] | None = None,
+    name: str = "matrix",
+) -> LevelProfile | DirectedProfile:
+    """Number of blocks, largest block and dormant neurons of {|w| ≥ c}, at every c from one computation.
+
+    weight: a matrix; or a list of matrices W₁, W₂, … that share neurons as consecutive layers do (the rows of one are
+        the columns of the next), for the blocks of the whole chain.
+    scales: divides each matrix of a chain, so that one threshold means the same in all of them: pass each layer's
+        null scale (the bound or σ of its initialisation). Layers trained alike share no raw threshold otherwise.
+    kind="directed": strongly and weakly connected components over a grid of `thresholds` (default: 25 quantiles of
+        |w|); there is no shortcut for all levels there, so each threshold is one pass.
+
+    Two to four passes over the matrix, O(rows + cols) memory. The forest of a union of matrices is a subset of the
+    union of their forests, so a chain costs what its matrices cost.
+    """
+    if kind not in ("bipartite", "directed"):
+        raise InvalidOption(f'kind must be "bipartite" or "directed", got {kind!r}')
+    if kind == "directed":
+        return _directed_profile(weight, thresholds, name)
+    if thresholds is not None:
+        raise InvalidOption('thresholds are for kind="directed"; the bipartite profile covers every level')
+    chain = isinstance(weight, (list, tuple)) and len(weight) > 0 and np.ndim(weight[0]) == 2
+    matrices = list(weight) if chain else [weight]
+    divisors = [1.0] * len(matrices) if scales is None else [float(s) for s in scales]
+    if len(divisors) != len(matrices) or not all(0 < s < np.inf for s in divisors):
+        raise InvalidOption(f"scales must be {len(matrices)} positive numbers, one per matrix, got {scales!r}")
+    sizes: list[int] = []
+    first, second, weights = [], [], []
+    for i, (matrix, divisor) in enumerate(zip(matrices, divisors, strict=True)):
+        label = f"{name}[{i}]" if chain else name
+        m = magnitudes(matrix, label)
+        rows, cols = m.shape[::-1] if m.transposed else m.shape
+        if not sizes:
+            sizes.append(cols)
+        elif sizes[-1] != cols:
+            raise InvalidMatrix(f"{label}: expected {sizes[-1]} columns, the rows of the layer before, got {cols}")
+        forest = spanning_forest(m, label)
+        first.append(forest.cols + sum(sizes[:-1]))
+        second.append(forest.rows + sum(sizes))
+        weights.append(forest.weights / divisor)
+        sizes.append(rows)
+    return _profile(tuple(sizes), np.concatenate(first), np.concatenate(second), np.concatenate(weights))
+
+
+def _profile(sizes: tuple[int, ...], first: np.ndarray, second: np.ndarray, weights: np.ndarray) -> LevelProfile:
+    order = np.argsort(weights, kind="stable")[::-1]
+    first, second, weights = first[order].astype(np.int32), second[order].astype(np.int32), weights[order]
+    keep = kruskal(first, second, np.arange(sum(sizes), dtype=np.int32))
+    first, second, weights = first[keep], second[keep], weights[keep]
+    group = np.repeat(np.arange(len(sizes)), sizes)
+    n_blocks, largest, dormant = _history(first, second, group, np.array(sizes))
+    last = np.append(weights[1:] != weights[:-1], True)[: len(weights)]  # the last edge of each distinct weight
+    return LevelProfile(sizes, weights[last], n_blocks[last], largest[last], dormant[last], first, second, weights)
+
+
+@compiled
+def _history(first, second, group, sizes):
+    """Blocks, neurons in the largest block and dormant neurons per group after each edge of the forest."""
+    edges = first.shape[0]
+    parent = np.arange(group.shape[0]).astype(np.int32)
+    size = np.ones(group.shape[0], np.int64)
+    n_blocks = np.empty(edges, np.int64)
+    largest = np.empty(edges, np.int64)
+    dormant = np.empty((edges, sizes.shape[0]), np.int64)
+    blocks, most = 0, 0
+    left = sizes.copy()
+    for e in range(edges):
+        a = find(parent, first[e])
+        b = find(parent, second[e])
+        blocks += 1
+        for node, root in ((first[e], a), (second[e], b)):
+            if size[root] > 1:
+                blocks -= 1
+            else:
+                left[group[node]] -= 1
+        parent[b] = a
+        size[a] += size[b]
+        most = max(most, size[a])
+        n_blocks[e] = blocks
+        largest[e] = most
+        dormant[e] = left
+    return n_blocks, largest, dormant
+
+
+def _directed_profile(weight: Any, thresholds: Sequence[float] | None, name: str) -> DirectedProfile:
+    grid = _quantile_grid(weight, name) if thresholds is None else np.asarray(thresholds, np.float64)
+    found = [decompose(weight, "directed", threshold=float(c), name=name) for c in grid]
+    return DirectedProfile(
+        grid,
+        np.array([d.n_scc for d in found], int),
+        np.array([d.n_components for d in found], int),
+        np.array([d.largest_share for d in found], float),
+        np.array([d.n_layers for d in found], int),
+        np.array([d.isolated.sum() for d in found], int),
+    )
+
+
+def _quantile_grid(weight: Any, name: str, levels: int = 25) -> np.ndarray:
+    """Magnitudes that keep from all nonzero entries down to about one per node, evenly in the logarithm of the share."""
+    m = magnitudes(weight, name)
+    rows, cols = m.shape
+    if rows * cols == 0:
+        return np.zeros(0)
+    step = max(1, rows * cols // (1 << 20))
+    sample = np.concatenate([m.values(m.block(r, r + 1)[0][r % step :: step]) for r in range(rows)])
+    shares = np.geomspace(1 / max(rows, 2), 1, levels)
+    return np.unique(np.quantile(sample[sample > 0], 1 - shares, method="lower"))[::-1] if sample.any() else np.zeros(0)
