@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import numpy as np
 import torch
@@ -35,11 +37,19 @@ def over_rows(matrix: Magnitudes, work: Callable[[int, int, np.ndarray], None]) 
         for start in range(bounds[thread], bounds[thread + 1], step):
             work(thread, start, matrix.block(start, min(start + step, bounds[thread + 1])))
 
-    if threads == 1:
+    others = [_workers().submit(run, thread) for thread in range(1, threads)]
+    try:
         run(0)
-        return
-    with ThreadPoolExecutor(threads - 1, "crystallite") as pool:
-        others = [pool.submit(run, thread) for thread in range(1, threads)]
-        run(0)
-        for other in others:
-            other.result()
+    finally:
+        wait(others)
+    for other in others:
+        other.result()
+
+
+@functools.cache
+def _workers() -> ThreadPoolExecutor:
+    """Threads that stay: starting one costs as much as a pass over a small matrix."""
+    return ThreadPoolExecutor(thread_name_prefix="crystallite")
+
+
+os.register_at_fork(after_in_child=_workers.cache_clear)  # threads do not survive a fork

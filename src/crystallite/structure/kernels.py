@@ -16,7 +16,7 @@ import numpy as np
 from numba import njit, types
 from numba.extending import overload
 
-from crystallite.structure.lanes import LANES, equal_lanes, lowest_bit, surviving_lanes
+from crystallite.structure.lanes import LANES, lowest_bit, surviving_lanes, unsettled_lanes
 
 __all__ = [
     "best_links",
@@ -106,18 +106,18 @@ def link_columns(block, first_row, mask, threshold, infinity, anchor, parent):
     """
     rows, cols = block.shape
     whole = cols - cols % LANES
+    ceiling = infinity if infinity else mask
     for r in range(rows):
         row = block[r]
         root = _NO_ROOT
-        bad = np.uint64(0)
         for start in range(0, whole, LANES):
-            word = surviving_lanes(row, start, mask, threshold) & ~equal_lanes(parent, start, root)
-            if infinity:
-                bad |= surviving_lanes(row, start, mask, infinity)
+            word = unsettled_lanes(row, start, mask, threshold, ceiling, parent, root)
             if word:
+                if infinity and surviving_lanes(row, start, mask, infinity):
+                    return first_row + r
                 root = _join(word, start, root, parent)
         root = _join(_last_word(row, whole, mask, threshold), whole, root, parent)
-        if bad or _any_non_finite(row, whole, mask, infinity):
+        if _any_non_finite(row, whole, mask, infinity):
             return first_row + r
         anchor[first_row + r] = max(root, np.int32(-1))
     return -1

@@ -1,64 +1,106 @@
 """Comparing 64 neighbouring entries at once: one machine word with a bit per entry that passes.
 
-numba turns a Python loop into scalar code too easily here, so the comparison is written as LLVM vector
-instructions (`<64 x i32>` and the like), which LLVM lowers to whatever the processor has: AVX, NEON, …
+numba turns a Python loop into scalar code too easily here, so the comparisons are written as LLVM vector instructions,
+which LLVM lowers to whatever the processor has: AVX, NEON, …
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-__all__ = ["LANES", "equal_lanes", "lowest_bit", "surviving_lanes"]
+__all__ = ["LANES", "lowest_bit", "surviving_lanes", "unsettled_lanes"]
 
 LANES = 64
-_I32 = ir.IntType(32)
+_I32, _I64 = ir.IntType(32), ir.IntType(64)
 
 
-def _load(context: Any, builder: Any, array_type: Any, array: Any, offset: Any) -> Any:
-    """The 64 entries of a contiguous array from `offset` on."""
-    vector = ir.VectorType(ir.IntType(array_type.dtype.bitwidth), LANES)
-    data = context.make_array(array_type)(context, builder, array).data
-    pointer = builder.bitcast(builder.gep(data, [offset]), vector.as_pointer())
-    return builder.load(pointer, align=array_type.dtype.bitwidth // 8)
+class _Group:
+    """A few of the 64 lanes, as many as fill a vector register of 256 bits: more would spill registers."""
+
+    def __init__(self, context: Any, builder: Any, size: int, offset: Any):
+        self.context, self.builder, self.size, self.offset = context, builder, size, offset
+
+    def load(self, array_type: Any, array: Any) -> Any:
+        """The group's entries of a contiguous array."""
+        vector = ir.VectorType(ir.IntType(array_type.dtype.bitwidth), self.size)
+        data = self.context.make_array(array_type)(self.context, self.builder, array).data
+        pointer = self.builder.bitcast(self.builder.gep(data, [self.offset]), vector.as_pointer())
+        return self.builder.load(pointer, align=array_type.dtype.bitwidth // 8)
+
+    def splat(self, scalar: Any) -> Any:
+        """One scalar in every lane."""
+        undefined = ir.Constant(ir.VectorType(scalar.type, self.size), ir.Undefined)
+        first = self.builder.insert_element(undefined, scalar, ir.Constant(_I32, 0))
+        zeros = ir.Constant(ir.VectorType(_I32, self.size), [0] * self.size)
+        return self.builder.shuffle_vector(first, undefined, zeros)
+
+    def magnitudes(self, array_type: Any, array: Any, mask: Any) -> Any:
+        """The group's entries without their signs."""
+        return self.builder.and_(self.load(array_type, array), self.splat(mask))
+
+    def at_least(self, entries: Any, limit_type: Any, limit: Any) -> Any:
+        """entries ≥ limit, where limit is one number or an array with one per column."""
+        limits = self.load(limit_type, limit) if isinstance(limit_type, types.Array) else self.splat(limit)
+        return self.builder.icmp_unsigned(">=", entries, limits)
 
 
-def _splat(builder: Any, scalar: Any) -> Any:
-    """One scalar in all 64 lanes."""
-    vector = ir.VectorType(scalar.type, LANES)
-    undefined = ir.Constant(vector, ir.Undefined)
-    first = builder.insert_element(undefined, scalar, ir.Constant(_I32, 0))
-    return builder.shuffle_vector(first, undefined, ir.Constant(ir.VectorType(_I32, LANES), [0] * LANES))
+def _word(context: Any, builder: Any, array_type: Any, start: Any, condition: Callable[[_Group], Any]) -> Any:
+    """The 64 bits of a condition on the lanes from `start` on."""
+    size = max(8, 256 // array_type.dtype.bitwidth)
+    word = ir.Constant(_I64, 0)
+    for first in range(0, LANES, size):
+        group = _Group(context, builder, size, builder.add(start, ir.Constant(start.type, first)))
+        bits = builder.zext(builder.bitcast(condition(group), ir.IntType(size)), _I64)
+        word = builder.or_(word, builder.shl(bits, ir.Constant(_I64, first)))
+    return word
+
+
+def _limit_type(row: Any, threshold: Any) -> Any:
+    return threshold if isinstance(threshold, types.Array) else row.dtype
 
 
 @intrinsic
-def surviving_lanes(_typing: Any, row: Any, offset: Any, mask: Any, threshold: Any) -> Any:
-    """Word whose bit j is set where (row[offset + j] & mask) ≥ threshold, unsigned.
-
-    `threshold` is one number, or an array with a threshold for every column.
-    """
-    by_column = isinstance(threshold, types.Array)
-    signature = types.uint64(row, types.intp, row.dtype, threshold if by_column else row.dtype)
+def surviving_lanes(_typing: Any, row: Any, start: Any, mask: Any, threshold: Any) -> Any:
+    """Word whose bit j is set where (row[start + j] & mask) ≥ threshold, unsigned; threshold: one, or one per column."""
+    signature = types.uint64(row, types.intp, row.dtype, _limit_type(row, threshold))
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        entries = builder.and_(_load(context, builder, sig.args[0], args[0], args[1]), _splat(builder, args[2]))
-        limits = _load(context, builder, sig.args[3], args[3], args[1]) if by_column else _splat(builder, args[3])
-        return builder.bitcast(builder.icmp_unsigned(">=", entries, limits), ir.IntType(LANES))
+        array, first, sign_mask, limit = args
+
+        def survives(group: _Group) -> Any:
+            return group.at_least(group.magnitudes(sig.args[0], array, sign_mask), sig.args[3], limit)
+
+        return _word(context, builder, sig.args[0], first, survives)
 
     return signature, generate
 
 
 @intrinsic
-def equal_lanes(_typing: Any, row: Any, offset: Any, value: Any) -> Any:
-    """Word whose bit j is set where row[offset + j] == value."""
-    signature = types.uint64(row, types.intp, row.dtype)
+def unsettled_lanes(
+    _typing: Any, row: Any, start: Any, mask: Any, threshold: Any, ceiling: Any, parent: Any, root: Any
+) -> Any:
+    """Like `surviving_lanes`, without the columns whose parent is already `root`; entries ≥ ceiling stay in any case.
+
+    The three comparisons are combined before their bits are gathered, which is the costly step.
+    """
+    limit_type = _limit_type(row, threshold)
+    signature = types.uint64(row, types.intp, row.dtype, limit_type, row.dtype, parent, parent.dtype)
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        entries = _load(context, builder, sig.args[0], args[0], args[1])
-        return builder.bitcast(builder.icmp_signed("==", entries, _splat(builder, args[2])), ir.IntType(LANES))
+        array, first, sign_mask, limit, top, parents, known = args
+
+        def unsettled(group: _Group) -> Any:
+            entries = group.magnitudes(sig.args[0], array, sign_mask)
+            elsewhere = builder.icmp_signed("!=", group.load(sig.args[5], parents), group.splat(known))
+            stays = builder.or_(elsewhere, group.at_least(entries, sig.args[4], top))
+            return builder.and_(group.at_least(entries, sig.args[3], limit), stays)
+
+        return _word(context, builder, sig.args[0], first, unsettled)
 
     return signature, generate
 

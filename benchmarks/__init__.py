@@ -1,0 +1,1 @@
+"""Measurements. Every number is a ratio against a peer in the same run; results are stored as JSON."""

@@ -1,0 +1,84 @@
+"""Interleaved best-of timing, peak memory, and result files."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def interleaved(calls: dict[str, Callable[[], object]], repeats: int = 7, budget: float = 60.0) -> dict[str, float]:
+    """Best time of each call in seconds; the calls take turns, and slow ones stop after their share of the budget."""
+    best: dict[str, float] = {}
+    spent = dict.fromkeys(calls, 0.0)
+    for _ in range(repeats):
+        for name, call in calls.items():
+            if spent[name] > budget / len(calls):
+                continue
+            start = time.perf_counter()
+            call()
+            took = time.perf_counter() - start
+            spent[name] += took
+            best[name] = min(best.get(name, np.inf), took)
+    return best
+
+
+def peak_extra_bytes(call: Callable[[], object]) -> int:
+    """How far resident memory rises above its level before the call (Linux)."""
+    Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
+    before = _status("VmRSS")
+    result = call()
+    peak = _status("VmHWM")
+    del result
+    return max(0, peak - before)
+
+
+def _status(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"no {field} in /proc/self/status")
+
+
+def machine() -> dict[str, object]:
+    return {
+        "processor": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+    }
+
+
+def store(part: str, rows: list[dict]) -> None:
+    """Write benchmarks/results/<part>.json."""
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{part}.json").write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
+
+
+def show(title: str, rows: list[dict]) -> None:
+    """Print rows as a table."""
+    if not rows:
+        return
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    cells = [columns, *([_cell(row.get(c)) for c in columns] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    print(f"\n{title}")
+    for row in cells:
+        print("  ".join(f"{c:>{w}}" for c, w in zip(row, widths, strict=True)))
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return "–"
+    if isinstance(value, float):
+        return f"{value:.3g}" if value < 100 else f"{value:.0f}"
+    return str(value)
