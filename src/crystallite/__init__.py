@@ -1,5 +1,7 @@
 """Take trained neural networks apart along the structure that training left in them."""
 
+from crystallite.analysis import Analysis, MatrixAnalysis, analyze
+from crystallite.anneal import Annealing, anneal, nulls
 from crystallite.errors import CheckpointError, CrystalliteError, InvalidMap, InvalidMatrix, InvalidOption
 from crystallite.maps import Embedding, Permutation, Projection
 from crystallite.structure.bipartite import BipartiteStructure
@@ -10,6 +12,8 @@ from crystallite.structure.levels import DirectedProfile, LevelProfile, level_pr
 from crystallite.tables import Table
 
 __all__ = [
+    "Analysis",
+    "Annealing",
     "BipartiteStructure",
     "BorderedStructure",
     "CheckpointError",
@@ -21,10 +25,14 @@ __all__ = [
     "InvalidMatrix",
     "InvalidOption",
     "LevelProfile",
+    "MatrixAnalysis",
     "Permutation",
     "Projection",
     "Table",
+    "analyze",
+    "anneal",
     "decompose",
     "hubs",
     "level_profile",
+    "nulls",
 ]

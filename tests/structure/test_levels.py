@@ -77,6 +77,8 @@ def test_blocks_within_blocks():
     assert [profile.at(c).n_blocks for c in (2.0, 0.5, 0.05, 0.005)] == [0, 4, 2, 1]
     assert profile.thresholds.tolist() == [1.0, 0.1, 0.01]
     assert profile.largest.tolist() == [25, 50, 100]
+    assert profile.effective_blocks.tolist() == [4.0, 2.0, 1.0]
+    assert profile.active_share.tolist() == [1.0, 1.0, 1.0]
 
 
 def test_chain_of_layers_shares_neurons():

@@ -14,7 +14,7 @@ from crystallite.structure.bipartite import BipartiteStructure
 from crystallite.structure.components import column_components
 from crystallite.structure.directed import DirectedStructure
 
-__all__ = ["decompose", "edge_patterns"]
+__all__ = ["decompose", "directed_from_words", "edge_patterns"]
 
 Threshold = float | np.ndarray | torch.Tensor | None
 
@@ -116,7 +116,11 @@ def _directed_by_search(array: Any, limits: float | np.ndarray | None, name: str
     matrix = magnitudes(array, name)
     if matrix.transposed:  # directions matter: read the rows of the caller's matrix
         matrix = Magnitudes(matrix.bits.T, matrix.format)
-    words = strong.packed(matrix, _patterns(matrix, limits), name)
+    return directed_from_words(strong.packed(matrix, _patterns(matrix, limits), name))
+
+
+def directed_from_words(words: np.ndarray) -> DirectedStructure:
+    """The structure of a bit matrix whose row i holds the predecessors of node i (see `strong.packed`)."""
     emitted, count = strong.strong_components(words)
     _, first = np.unique(emitted, return_index=True)
     number = np.empty(count, np.intp)  # renumber the SCCs by their first node

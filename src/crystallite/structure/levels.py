@@ -41,7 +41,8 @@ class LevelProfile:
     thresholds: np.ndarray  # (levels,) descending; the counts below hold for thresholds[k + 1] < c ≤ thresholds[k]
     n_blocks: np.ndarray  # (levels,)
     largest: np.ndarray  # (levels,) neurons in the largest block
-    dormant: np.ndarray  # (levels, groups)
+    squares: np.ndarray  # (levels,) Σ (neurons in a block)²
+    dormant: np.ndarray  # (levels, groups) neurons without an edge
     first: np.ndarray  # (edges,) the forest's edges between neurons numbered through all groups
     second: np.ndarray
     weights: np.ndarray  # (edges,) descending
@@ -50,6 +51,16 @@ class LevelProfile:
     def largest_share(self) -> np.ndarray:
         """(levels,) neurons in the largest block as a share of all."""
         return self.largest / max(1, sum(self.group_sizes))
+
+    @property
+    def active_share(self) -> np.ndarray:
+        """(levels,) neurons in some block as a share of all."""
+        return 1 - self.dormant.sum(1) / max(1, sum(self.group_sizes))
+
+    @property
+    def effective_blocks(self) -> np.ndarray:
+        """(levels,) (Σ size)² / Σ size²: k for k equal blocks, near 1 for one giant block and its crumbs."""
+        return (sum(self.group_sizes) - self.dormant.sum(1)) ** 2 / self.squares
 
     def at(self, threshold: float) -> Level:
         """The counts at any threshold ≥ 0, O(log levels).
@@ -201,21 +212,22 @@ def _profile(sizes: tuple[int, ...], first: np.ndarray, second: np.ndarray, weig
     keep = kruskal(first, second, np.arange(sum(sizes), dtype=np.int32))
     first, second, weights = first[keep], second[keep], weights[keep]
     group = np.repeat(np.arange(len(sizes)), sizes)
-    n_blocks, largest, dormant = _history(first, second, group, np.array(sizes))
+    history = _history(first, second, group, np.array(sizes))
     last = np.append(weights[1:] != weights[:-1], True)[: len(weights)]  # the last edge of each distinct weight
-    return LevelProfile(sizes, weights[last], n_blocks[last], largest[last], dormant[last], first, second, weights)
+    return LevelProfile(sizes, weights[last], *(values[last] for values in history), first, second, weights)
 
 
 @compiled
 def _history(first, second, group, sizes):
-    """Blocks, neurons in the largest block and dormant neurons per group after each edge of the forest."""
+    """What a `LevelProfile` counts, after each edge of the forest: blocks, largest, Σ size², dormant per group."""
     edges = first.shape[0]
     parent = np.arange(group.shape[0]).astype(np.int32)
     size = np.ones(group.shape[0], np.int64)
     n_blocks = np.empty(edges, np.int64)
     largest = np.empty(edges, np.int64)
+    squares = np.empty(edges, np.float64)
     dormant = np.empty((edges, sizes.shape[0]), np.int64)
-    blocks, most = 0, 0
+    blocks, most, square = 0, 0, 0.0
     left = sizes.copy()
     for e in range(edges):
         a = find(parent, first[e])
@@ -224,15 +236,18 @@ def _history(first, second, group, sizes):
         for node, root in ((first[e], a), (second[e], b)):
             if size[root] > 1:
                 blocks -= 1
+                square -= float(size[root]) ** 2
             else:
                 left[group[node]] -= 1
         parent[b] = a
         size[a] += size[b]
         most = max(most, size[a])
+        square += float(size[a]) ** 2
         n_blocks[e] = blocks
         largest[e] = most
+        squares[e] = square
         dormant[e] = left
-    return n_blocks, largest, dormant
+    return n_blocks, largest, squares, dormant
 
 
 def _directed_profile(weight: Any, thresholds: Sequence[float] | None, name: str) -> DirectedProfile:

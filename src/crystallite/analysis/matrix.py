@@ -1,0 +1,252 @@
+"""The analysis of one layer's weights: tests, blocks, profile, hubs and the shuffled control, as one flat record."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+from crystallite.analysis.control import Shuffled, shuffled
+from crystallite.analysis.verdict import SEPARATE_BLOCKS, finding_of, sentence
+from crystallite.anneal import Annealing, anneal
+from crystallite.anneal.histogram import MagnitudeHistogram, magnitude_histogram
+from crystallite.anneal.initial import candidates
+from crystallite.anneal.fitting import Empirical, choose
+from crystallite.anneal.neyman import percolation_level
+from crystallite.arrays import Magnitudes
+from crystallite.structure.bipartite import BipartiteStructure
+from crystallite.structure.decompose import decompose, directed_from_words
+from crystallite.structure.hubs import hubs
+from crystallite.structure.levels import LevelProfile, level_profile
+from crystallite.structure.strong import packed
+from crystallite.weights.checkpoint import Checkpoint
+from crystallite.weights.layers import Layer
+
+__all__ = ["MatrixAnalysis", "Options", "analyze_layer"]
+
+_PROFILE_POINTS = 24
+_MOST_HUB_EDGES = 4_000_000  # beyond, the search for hubs would outlast everything else
+_ACTIVE = 0.8  # a split counts where at least this share of the neurons is in some block
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to test: what `anneal` takes, and whether to stop after the blocks at the one level."""
+
+    level: float | str = 0.01
+    correction: str | None = None
+    random_walk: str = "calibrated"
+    rule: str = "both"
+    fast: bool = False
+
+
+@dataclass(frozen=True)
+class MatrixAnalysis:
+    """What was found in one layer's weights; plain numbers and strings, so that it can be stored as JSON."""
+
+    name: str
+    kind: str
+    rows: int
+    cols: int
+    matrices: int  # gates of a recurrent stack, experts of a stack; 1 otherwise
+    dtype: str
+    null: str
+    null_is_measured: bool  # the matrix's own bulk, not an initialisation
+    null_fit: float  # Kolmogorov–Smirnov distance
+    level: float
+    threshold: float
+    kept: int
+    kept_share: float
+    expected_false_edges: float
+    preference: float
+    noise: float
+    suppression: float
+    n_blocks: int
+    largest_share: float
+    active_share: float  # neurons that are in some block
+    effective_blocks: float
+    dormant_rows: int
+    dormant_cols: int
+    percolation_level: float
+    n_scc: int | None = None  # recurrent feedback only, from here …
+    largest_scc_share: float | None = None
+    n_layers: int | None = None
+    n_components: int | None = None  # … to here
+    shuffled: dict[str, Any] | None = None  # the same number of edges in random places
+    profile: list[dict[str, Any]] = field(default_factory=list)  # blocks over levels
+    best_split: dict[str, Any] | None = None  # where over all levels it is most divided
+    hubs: dict[str, Any] | None = None
+    finding: str = ""
+    verdict: str = ""
+
+    @property
+    def looks_like_chance(self) -> bool:
+        """Whether as many edges in random places give at least as many blocks with no larger a largest one."""
+        if self.shuffled is None:
+            return False
+        return self.shuffled["largest_share"] <= self.largest_share and self.shuffled["n_blocks"] >= self.n_blocks
+
+    def to_json(self) -> dict[str, Any]:
+        """The record as a dict of plain values."""
+        return asdict(self)
+
+
+def analyze_layer(checkpoint: Checkpoint, layer: Layer, options: Options) -> MatrixAnalysis:
+    """The record of one layer. Reads its tensor once per pass and keeps nothing of it."""
+    parts = layer.matrices(checkpoint)
+    annealings = [_anneal(checkpoint, layer, label, matrix, options) for label, matrix in parts]
+    first = annealings[0]
+    kept = sum(a.kept for a in annealings)
+    entries = max(1, sum(a.magnitudes.bits.size for a in annealings))
+    structure, directed = _structure(layer, annealings)
+    shares = [a.class_shares or {} for a in annealings]
+    record: dict[str, Any] = {
+        "name": layer.name,
+        "kind": f"{layer.kind} feedback" if layer.feedback else layer.kind,
+        "rows": structure.shape[0],
+        "cols": structure.shape[1],
+        "matrices": len(parts),
+        "dtype": checkpoint.tensors[layer.tensors[0]].dtype,
+        "null": first.null.name,
+        "null_is_measured": isinstance(first.null, Empirical),
+        "null_fit": max(a.null_fit for a in annealings),
+        "level": first.level,
+        "threshold": float(np.median([a.threshold for a in annealings])),
+        "kept": kept,
+        "kept_share": kept / entries,
+        "expected_false_edges": sum(a.expected_false_edges for a in annealings),
+        **{name: float(np.mean([s.get(name, 0.0) for s in shares])) for name in ("preference", "noise", "suppression")},
+        "n_blocks": structure.n_blocks,
+        "largest_share": structure.largest_share,
+        "active_share": 1 - _dormant(structure) / max(1, sum(structure.shape)),
+        "effective_blocks": _effective_blocks(structure),
+        "dormant_rows": len(structure.dormant_rows),
+        "dormant_cols": len(structure.dormant_cols),
+        "percolation_level": percolation_level(*structure.shape),
+    }
+    if directed is not None:
+        record |= {
+            "n_scc": directed.n_scc,
+            "largest_scc_share": directed.largest_share,
+            "n_layers": directed.n_layers,
+            "n_components": directed.n_components,
+        }
+    if not options.fast and structure.shape[0] and structure.shape[1]:
+        control = shuffled(*structure.shape)
+        edges = int(kept / len(parts))
+        at = control.at(edges)
+        record["shuffled"] = {"n_blocks": int(control.n_blocks[at]), "largest_share": float(control.largest_share[at])}
+        if len(parts) == 1 and layer.kind != "conv":
+            histogram = magnitude_histogram(first.magnitudes, layer.name)
+            profile = level_profile(parts[0][1], name=layer.name)
+            record["profile"] = _profile_points(profile, histogram, first)
+            record["best_split"] = _best_split(profile, histogram, control)
+            record["hubs"] = _hubs(first, layer, structure)
+    row = MatrixAnalysis(**record)
+    row = MatrixAnalysis(**{**record, "finding": finding_of(row)})
+    return MatrixAnalysis(**{**record, "finding": row.finding, "verdict": sentence(row)})
+
+
+def _anneal(checkpoint: Checkpoint, layer: Layer, label: str, matrix: Any, options: Options) -> Annealing:
+    name = f"{layer.name}[{label}]" if label else layer.name
+    drawn = candidates(layer.kind, layer.fan_in, layer.fan_out, hidden=layer.rows, config=checkpoint.config)
+    fitted = choose(matrix, drawn, name)
+    return anneal(matrix, fitted, options.level, options.correction, options.random_walk, options.rule, name=name)
+
+
+def _structure(layer: Layer, annealings: list[Annealing]) -> tuple[BipartiteStructure, Any]:
+    """Blocks of the layer's neurons: an edge exists where any gate, or any place of a kernel, keeps it."""
+    if layer.feedback:
+        words = 0
+        for a in annealings:
+            m = Magnitudes(a.magnitudes.bits.T, a.magnitudes.format) if a.magnitudes.transposed else a.magnitudes
+            limits = a.pattern_threshold if a.column_patterns is None else a.column_patterns
+            words = packed(m, limits, a.name) | words
+        directed = directed_from_words(np.asarray(words))
+        label = np.where(directed.isolated, -1, directed.component)
+        return BipartiteStructure.from_labels(label, label), directed
+    if layer.kind == "conv" and layer.kernel:
+        (a,) = annealings
+        positions = int(np.prod(layer.kernel))
+        return decompose(a.mask.reshape(a.shape[0], -1, positions).any(2), name=layer.name), None
+    if len(annealings) == 1:
+        (a,) = annealings
+        return decompose(a.matrix, threshold=_limit(a), name=layer.name), None
+    mask = annealings[0].mask.copy()
+    for a in annealings[1:]:
+        mask |= a.mask
+    return decompose(mask, name=layer.name), None
+
+
+def _limit(a: Annealing) -> float | np.ndarray:
+    return a.threshold if a.column_thresholds is None else a.column_thresholds
+
+
+def _dormant(structure: BipartiteStructure) -> int:
+    return len(structure.dormant_rows) + len(structure.dormant_cols)
+
+
+def _effective_blocks(structure: BipartiteStructure) -> float:
+    sizes = structure.block_shapes.sum(1).astype(float)
+    return float(sizes.sum() ** 2 / (sizes**2).sum()) if len(sizes) else 0.0
+
+
+def _profile_points(profile: LevelProfile, histogram: MagnitudeHistogram, a: Annealing) -> list[dict[str, Any]]:
+    """The profile at thresholds that keep from everything down to one entry per neuron, evenly in the logarithm."""
+    edges, counts = histogram.edges
+    wanted = np.geomspace(max(1, sum(profile.group_sizes) // 8), max(1, histogram.total), _PROFILE_POINTS)
+    chosen = np.unique(np.clip(len(counts) - 1 - np.searchsorted(counts[::-1], wanted), 0, None))
+    points = []
+    for k in chosen[::-1]:
+        if edges[k] == 0:
+            continue
+        level = profile.at(float(edges[k]))
+        points.append(
+            {
+                "threshold": float(edges[k]),
+                "level": float(a.null.tail(edges[k])),
+                "kept_share": float(counts[k] / histogram.total),
+                "n_blocks": level.n_blocks,
+                "largest_share": level.largest_share,
+                "dormant_cols": level.dormant[0],
+                "dormant_rows": level.dormant[1],
+            }
+        )
+    return points
+
+
+def _best_split(profile: LevelProfile, histogram: MagnitudeHistogram, control: Shuffled) -> dict[str, Any] | None:
+    """The level at which the neurons in use are most divided, next to a shuffled copy with as many edges."""
+    in_use = profile.active_share >= _ACTIVE * profile.active_share.max(initial=0.0)
+    if not len(in_use):
+        return None
+    edges, counts = histogram.edges
+    kept = counts[np.clip(np.searchsorted(edges, profile.thresholds, "right") - 1, 0, None)]
+    by_chance = control.effective_blocks[np.minimum(kept, len(control.effective_blocks) - 1).astype(int)]
+    k = int(np.argmax(np.where(in_use, profile.effective_blocks / by_chance, 0.0)))
+    best = float(profile.effective_blocks[k])
+    return {
+        "threshold": float(profile.thresholds[k]),
+        "kept_share": float(kept[k]) / max(1, histogram.total),
+        "effective_blocks": best,
+        "n_blocks": int(profile.n_blocks[k]),
+        "largest_share": float(profile.largest_share[k]),
+        "shuffled_effective_blocks": float(by_chance[k]),
+        "beyond_chance": best >= SEPARATE_BLOCKS and best >= SEPARATE_BLOCKS * float(by_chance[k]),
+    }
+
+
+def _hubs(a: Annealing, layer: Layer, structure: BipartiteStructure) -> dict[str, Any] | None:
+    """The hubs of a matrix that is one block at its level; None where it is not, or where the search is too long."""
+    if a.kept > _MOST_HUB_EDGES or structure.largest_share < 0.5:
+        return None
+    found = hubs(a.mask, name=layer.name)
+    return {
+        "separates": found.separates,
+        "count": found.n_hubs,
+        "rows": found.hub_rows.tolist(),
+        "cols": found.hub_cols.tolist(),
+        "n_blocks": found.structure.n_blocks,
+        "largest_share": found.structure.largest_share,
+    }

@@ -1,0 +1,213 @@
+"""`analyze`: every matrix of a model or checkpoint, one after the other, without model code and without data."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from crystallite.analysis.matrix import MatrixAnalysis, Options, analyze_layer
+from crystallite.analysis.verdict import model_verdict
+from crystallite.anneal.neyman import CORRECTIONS
+from crystallite.anneal.random_walk import METHODS
+from crystallite.errors import InvalidOption
+from crystallite.weights.checkpoint import Checkpoint, open_checkpoint
+from crystallite.weights.layers import Layer, recognise
+
+__all__ = ["Analysis", "analyze"]
+
+
+@dataclass(frozen=True, eq=False)
+class Analysis:
+    """One row per matrix, what was left out, and the verdict."""
+
+    source: str
+    rows: list[MatrixAnalysis]
+    skipped: dict[str, str]  # tensor → why it is no matrix of weights
+    options: Options
+
+    @property
+    def verdict(self) -> str:
+        """What the matrices say together."""
+        return model_verdict(self.rows)
+
+    def __getitem__(self, name: str) -> MatrixAnalysis:
+        for row in self.rows:
+            if row.name == name:
+                return row
+        raise KeyError(name)
+
+    def to_pandas(self) -> Any:
+        """One row per matrix."""
+        import pandas
+
+        return pandas.DataFrame([row.to_json() for row in self.rows])
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything as plain values."""
+        return {
+            "source": self.source,
+            "options": asdict(self.options),
+            "verdict": self.verdict,
+            "matrices": [row.to_json() for row in self.rows],
+            "skipped": self.skipped,
+        }
+
+    def table(self, width: int = 100) -> str:
+        """The rows as text, no line longer than `width`."""
+        head = ["matrix", "shape", "null", "KS", "kept", "blocks", "largest", "dormant", "finding"]
+        cells = [head]
+        for row in self.rows:
+            shape = f"{row.rows}×{row.cols}" + (f"·{row.matrices}" if row.matrices > 1 else "")
+            null = row.null.partition(",")[0].removesuffix(")") + ")" if "(" in row.null else row.null
+            dormant = f"{row.dormant_rows}+{row.dormant_cols}"
+            kept, largest = _percent(row.kept_share), _percent(row.largest_share)
+            cells.append(
+                [row.name, shape, null, f"{row.null_fit:.2f}", kept, str(row.n_blocks), largest, dormant, row.finding]
+            )
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        excess = sum(widths) + 2 * (len(widths) - 1) - width
+        widths[0] = max(12, widths[0] - max(0, excess))
+        return "\n".join(_line(row, widths) for row in cells)
+
+    def __repr__(self) -> str:
+        return f"{self.table()}\n\n{self.source}: {self.verdict}"
+
+    def _repr_html_(self) -> str:
+        from html import escape
+
+        return self.to_pandas().drop(columns=["profile"]).to_html() + f"<p>{escape(self.verdict)}</p>"
+
+
+def analyze(
+    source: torch.nn.Module | Mapping[str, Any] | str | os.PathLike[str],
+    *,
+    level: float | str = 0.01,
+    correction: str | None = None,
+    random_walk: str = "calibrated",
+    rule: str = "both",
+    fast: bool = False,
+    include: Sequence[str] = ("*",),
+    exclude: Sequence[str] = (),
+    resume: str | os.PathLike[str] | None = None,
+    engine: str = "local",
+    progress: bool = False,
+) -> Analysis:
+    """Anneal and decompose every matrix of a module, state dict, checkpoint file or Hugging Face folder.
+
+    Needs no data and no model code. For each matrix: which initialisation it may have had and how well that fits, what
+    the two tests keep, the blocks this leaves, the blocks at every other level, the hubs, and what the same numbers in
+    random places would give; then a verdict in words, which may be that there is no block structure.
+
+    - `level`, `correction`, `random_walk`, `rule`: as for `anneal`.
+    - `fast`: only the tests and the blocks at the one level.
+    - `include`, `exclude`: patterns of layer names (`*.intermediate.*`).
+    - `resume`: a file that keeps each finished matrix; after an interruption the same call goes on from there.
+    - `engine`: "local", or "ray" to spread the layers of a checkpoint on disk over a Ray cluster. Same results.
+
+    Tensors are read one at a time where the format allows it, so memory stays near the largest of them.
+
+    >>> _ = torch.manual_seed(0)
+    >>> analyze(torch.nn.Linear(64, 32)).verdict
+    'No exact block structure: 1 of 1 not distinguishable from its initialisation.'
+    """
+    options = Options(level, correction, random_walk, rule, fast)
+    _check(options, engine)
+    with open_checkpoint(source) as checkpoint:
+        layers = recognise(checkpoint)
+        skipped = {layer.name: layer.reason for layer in layers if layer.kind == "skipped"}
+        wanted = [
+            layer
+            for layer in layers
+            if layer.kind != "skipped"
+            and any(fnmatch(layer.name, p) for p in include)
+            and not any(fnmatch(layer.name, p) for p in exclude)
+        ]
+        store = _Store(resume, checkpoint, options)
+        missing = [layer for layer in wanted if layer.name not in store.rows]
+        bar = tqdm(total=len(wanted), initial=len(wanted) - len(missing), unit="matrix", disable=not progress)
+        with bar:
+            for row in _rows(source, checkpoint, missing, options, engine):
+                store.add(row)
+                bar.set_postfix_str(row.name[-30:], refresh=False)
+                bar.update()
+        return Analysis(checkpoint.source, [store.rows[layer.name] for layer in wanted], skipped, options)
+
+
+def _check(options: Options, engine: str) -> None:
+    """Refuse bad options before anything is read."""
+    accepted: list[tuple[str, Any, tuple]] = [
+        ("correction", options.correction, CORRECTIONS),
+        ("random_walk", options.random_walk, METHODS),
+        ("rule", options.rule, ("both", "neyman")),
+        ("engine", engine, ("local", "ray")),
+    ]
+    for name, value, values in accepted:
+        if value not in values:
+            raise InvalidOption(f"{name} must be one of {', '.join(map(str, values))}, got {value!r}")
+
+
+def _rows(
+    source: Any, checkpoint: Checkpoint, layers: list[Layer], options: Options, engine: str
+) -> Iterator[MatrixAnalysis]:
+    if engine == "local":
+        for layer in layers:
+            yield analyze_layer(checkpoint, layer, options)
+        return
+    if not isinstance(source, (str, os.PathLike)):
+        raise InvalidOption('engine="ray" needs a checkpoint on disk that every node can read, not a model in memory')
+    from crystallite.analysis.ray_engine import analyze_layers
+
+    yield from analyze_layers(os.fspath(source), [layer.name for layer in layers], options)
+
+
+class _Store:
+    """Finished rows; with a path also on disk, one JSON line each, written as they come."""
+
+    def __init__(self, path: str | os.PathLike[str] | None, checkpoint: Checkpoint, options: Options):
+        self.rows: dict[str, MatrixAnalysis] = {}
+        self._path = None if path is None else Path(path)
+        self._key: Callable[[str], str] = lambda tensor: checkpoint.tensors[tensor].fingerprint
+        self._tensor = {layer.name: layer.tensors[0] for layer in recognise(checkpoint)}
+        self._options = asdict(options)
+        if self._path is not None and self._path.exists():
+            self._read()
+
+    def _read(self) -> None:
+        assert self._path is not None
+        for line in self._path.read_text().splitlines():
+            try:
+                entry = json.loads(line)
+                row = MatrixAnalysis(**entry["row"])
+            except (ValueError, KeyError, TypeError):
+                continue  # the line a kill cut short
+            tensor = self._tensor.get(row.name)
+            if tensor and entry["options"] == self._options and entry["fingerprint"] == self._key(tensor):
+                self.rows[row.name] = row
+
+    def add(self, row: MatrixAnalysis) -> None:
+        self.rows[row.name] = row
+        if self._path is None:
+            return
+        entry = {"fingerprint": self._key(self._tensor[row.name]), "options": self._options, "row": row.to_json()}
+        with self._path.open("a") as file:
+            file.write(json.dumps(entry) + "\n")
+
+
+def _percent(share: float) -> str:
+    return f"{share:.2%}" if 0 < share < 0.1 else f"{share:.0%}"
+
+
+def _line(cells: list[str], widths: list[int]) -> str:
+    """Names on the left, shortened in front, where they differ least."""
+    name, *rest = cells
+    left = name if len(name) <= widths[0] else "…" + name[-(widths[0] - 1) :]
+    fitted = [c if len(c) <= w else c[: w - 1] + "…" for c, w in zip(rest, widths[1:], strict=True)]
+    return "  ".join([f"{left:<{widths[0]}}", *(f"{c:>{w}}" for c, w in zip(fitted, widths[1:], strict=True))]).rstrip()

@@ -1,0 +1,126 @@
+"""Column sums of |w|, and one histogram of |w| relative to its column's mean: all the random-walk test reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import numpy as np
+
+from crystallite.anneal import kernels
+from crystallite.anneal.histogram import non_finite
+from crystallite.arrays import Magnitudes
+from crystallite.errors import InvalidMatrix
+from crystallite.parallel import thread_count
+
+__all__ = ["column_sums", "patterns_at_least", "relative_histogram"]
+
+_CHUNKS = 32  # fixed, not one per thread: the order of additions must not depend on the machine
+_ENTRIES_AT_ONCE = 1 << 20  # decoded together where the format has fewer than 32 bits
+_SAMPLE_RUN = 1 << 16
+
+Rows = tuple[int, int]
+Result = TypeVar("Result")
+
+
+def column_sums(matrix: Magnitudes, name: str = "matrix") -> np.ndarray:
+    """Σ_i |w_ij| of the caller's columns in float64, the same on any number of threads.
+
+    One pass. Raises `InvalidMatrix` if an entry is not finite, which makes its column's sum not finite.
+    """
+    lines, length = matrix.shape  # lines of memory: rows, or columns if the memory is column-major
+    step = -(-lines // _CHUNKS) or 1
+    chunks = [(start, min(start + step, lines)) for start in range(0, lines, step)]
+
+    def add(rows: Rows) -> np.ndarray:
+        sums = np.zeros(rows[1] - rows[0] if matrix.transposed else length)
+        for first, last in _decodable(matrix, rows):
+            if matrix.transposed:
+                kernels.add_row_magnitudes(_values(matrix, first, last), sums[first - rows[0] : last - rows[0]])
+            else:
+                kernels.add_column_magnitudes(_values(matrix, first, last), sums)
+        return sums
+
+    parts = _on_threads(matrix, chunks, add)
+    if matrix.transposed:
+        total = np.concatenate(parts) if parts else np.zeros(0)
+    else:
+        total = np.sum(parts, axis=0) if parts else np.zeros(length)
+    if not np.all(np.isfinite(total)):
+        error = non_finite(matrix, name)
+        overflow = InvalidMatrix(f"{name}: the sum of a column's magnitudes overflows float64; rescale the matrix")
+        raise overflow if " 0 NaN" in str(error) else error
+    return total
+
+
+def relative_histogram(matrix: Magnitudes, scales: np.ndarray, bins: int, limit: int | None = None) -> np.ndarray:
+    """Counts of ⌊|w_ij|·scales_j⌋ in `bins` bins, the last also for all beyond; columns with scale 0 are left out.
+
+    With a limit, a larger matrix is represented by evenly spaced runs of its rows (columns, if its memory is
+    column-major) that hold at least `limit` entries together: always the same ones.
+    """
+    lines, length = matrix.shape
+    run = max(1, _SAMPLE_RUN // max(length, 1))
+    count = -(-lines // run)
+    if limit is not None and matrix.bits.size > limit:
+        count = min(count, -(-limit // (run * length)))
+        starts = (np.arange(count) * (lines - run) // max(count - 1, 1)).tolist()
+    else:
+        starts = [run * i for i in range(count)]
+
+    def bin_run(start: int) -> np.ndarray:
+        counts = np.zeros(bins, np.int64)
+        stop = min(start + run, lines)
+        if matrix.transposed:
+            kernels.bin_by_row(_values(matrix, start, stop), scales[start:stop], counts)
+        else:
+            kernels.bin_by_column(_values(matrix, start, stop), scales, counts)
+        return counts
+
+    return np.sum(_on_threads(matrix, starts, bin_run), axis=0) if starts else np.zeros(bins, np.int64)
+
+
+def patterns_at_least(matrix: Magnitudes, thresholds: np.ndarray) -> np.ndarray:
+    """`Magnitudes.pattern` for an array: the smallest pattern whose value is ≥ each threshold, exactly.
+
+    >>> from crystallite.arrays import magnitudes
+    >>> m = magnitudes(np.zeros((1, 1), np.float16))
+    >>> patterns_at_least(m, np.array([0.1, 1e9])).tolist() == [m.pattern(0.1), m.infinity]
+    True
+    """
+    if matrix.mask > 0xFFFF:
+        with np.errstate(over="ignore"):
+            rounded = thresholds.astype(f"f{np.dtype(matrix.storage).itemsize}")
+            rounded = np.where(rounded < thresholds, np.nextafter(rounded, np.inf, dtype=rounded.dtype), rounded)
+        return np.ascontiguousarray(rounded).view(matrix.storage)
+    finite = matrix.values(np.arange(matrix.infinity))
+    return np.searchsorted(finite, thresholds).astype(matrix.storage)
+
+
+def _on_threads(matrix: Magnitudes, tasks: Sequence, work: Callable[..., Result]) -> list[Result]:
+    """[work(task) for task in tasks], on as many threads as a pass over this matrix is worth."""
+    threads = thread_count(matrix)
+    if threads == 1 or len(tasks) < 2:
+        return [work(task) for task in tasks]
+    with ThreadPoolExecutor(threads, "crystallite") as pool:
+        return list(pool.map(work, tasks))
+
+
+def _decodable(matrix: Magnitudes, rows: Rows) -> list[Rows]:
+    """A range of rows, cut so that decoding a part takes little memory."""
+    step = max(1, _ENTRIES_AT_ONCE // max(1, matrix.shape[1]))
+    if matrix.mask > 0xFFFF and matrix.bits.flags.c_contiguous:
+        step = max(1, rows[1] - rows[0])
+    return [(start, min(start + step, rows[1])) for start in range(*rows, step)]
+
+
+def _values(matrix: Magnitudes, start: int, stop: int) -> np.ndarray:
+    """Rows start:stop as float32 or float64 numbers; those of 8 and 16 bits lose their sign."""
+    block = matrix.block(start, stop)
+    if matrix.mask > 0xFFFF:
+        return block.view(f"f{block.dtype.itemsize}")
+    out = np.empty(block.shape, np.float32)
+    table = matrix.values(np.arange(matrix.mask + 1)).astype(np.float32)  # exact: no 16-bit number needs more
+    kernels.magnitudes_of(block, matrix.storage(matrix.mask), table, out)
+    return out

@@ -1,0 +1,155 @@
+"""How many entries of a matrix have which magnitude, from one pass and at any resolution that is asked for later."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+from crystallite.anneal import kernels
+from crystallite.anneal.distributions import Null
+from crystallite.arrays import Magnitudes
+from crystallite.errors import InvalidMatrix
+from crystallite.parallel import over_rows, thread_count
+
+__all__ = ["MagnitudeHistogram", "count_at_least", "magnitude_histogram", "non_finite"]
+
+_BIN_BITS = 16  # 65,536 bins: lossless for 16-bit formats, 256 bins per power of two for float32
+
+
+@dataclass(frozen=True, eq=False)
+class MagnitudeHistogram:
+    """Counts of the magnitude patterns of a matrix by their high bits.
+
+    Counts at bin edges are exact; a count inside a bin looks at that bin's entries once more, and remembers them.
+
+    >>> from crystallite.arrays import magnitudes
+    >>> h = magnitude_histogram(magnitudes(np.array([[0.5, -1.0], [0.25, 0.0]], np.float32)))
+    >>> h.count_at_least(0.5), h.count_at_least(0.50001), h.largest
+    (2, 1, 1.0)
+    """
+
+    magnitudes: Magnitudes
+    shift: int
+    counts: np.ndarray  # (bins,)
+    _resolved: dict[int, np.ndarray] = field(default_factory=dict, repr=False)
+
+    @property
+    def total(self) -> int:
+        return int(self.magnitudes.bits.size)
+
+    @cached_property
+    def above(self) -> np.ndarray:
+        """above[b] = entries in bins ≥ b; one longer than `counts`."""
+        return np.append(np.cumsum(self.counts[::-1])[::-1], 0)
+
+    @cached_property
+    def edges(self) -> np.ndarray:
+        """The smallest magnitude of each non-empty bin, and how many entries reach it: (edges, counts), ascending."""
+        bins = np.flatnonzero(self.counts)
+        return np.stack([self.magnitudes.values(bins << self.shift), self.above[bins].astype(np.float64)])
+
+    def count_at_least(self, c: float) -> int:
+        """Exactly #{|w| ≥ c}. The first call for a bin costs one more pass over the matrix."""
+        pattern = self.magnitudes.pattern(c)
+        chosen = pattern >> self.shift
+        if chosen >= self.counts.size:
+            return 0
+        inside = pattern - (chosen << self.shift)
+        if inside == 0 or self.counts[chosen] == 0:
+            return int(self.above[chosen])
+        entries = self._entries(chosen)
+        return int(self.above[chosen + 1]) + entries.size - int(np.searchsorted(entries, self._storage(pattern)))
+
+    def count_at_most_above(self, c: float) -> int:
+        """#{|w| ≥ c} rounded up to the edge of c's bin: an upper bound without another look at the matrix."""
+        return int(self.above[min(self.magnitudes.pattern(c) >> self.shift, self.counts.size)])
+
+    @property
+    def largest(self) -> float:
+        """The largest magnitude; 0 for an empty matrix."""
+        bins = np.flatnonzero(self.counts)
+        return self.magnitudes.value(int(self._entries(int(bins[-1]))[-1])) if bins.size else 0.0
+
+    def ks(self, null: Null) -> float:
+        """The Kolmogorov–Smirnov distance sup |P̂(|w| ≥ c) − tail(c)| over all bin edges c."""
+        used = np.flatnonzero(self.counts)
+        if used.size == 0:
+            return 0.0
+        bins = np.union1d(used, np.minimum(used + 1, (self.magnitudes.infinity - 1) >> self.shift))
+        edges = self.magnitudes.values(bins << self.shift)
+        return float(np.max(np.abs(self.above[bins] / self.total - null.tail(edges))))
+
+    def _entries(self, chosen: int) -> np.ndarray:
+        """The sorted patterns of one bin."""
+        if chosen not in self._resolved:
+            found: dict[int, np.ndarray] = {}
+
+            def collect(thread: int, first_row: int, block: np.ndarray) -> None:
+                out = np.empty(min(block.size, int(self.counts[chosen])), self.magnitudes.storage)
+                arguments = (self._storage(n) for n in (self.magnitudes.mask, self.shift, chosen))
+                found[first_row] = out[: kernels.collect_bin(block, *arguments, out)]
+
+            over_rows(self.magnitudes, collect)
+            self._resolved[chosen] = np.sort(np.concatenate([*found.values()]))
+        return self._resolved[chosen]
+
+    def _storage(self, number: int) -> np.unsignedinteger:
+        return self.magnitudes.storage(number)
+
+
+def magnitude_histogram(magnitudes: Magnitudes, name: str = "matrix") -> MagnitudeHistogram:
+    """Count the magnitudes of a floating-point matrix in one pass; `InvalidMatrix` if some are not finite.
+
+    O(rows · cols) reads; 512 kB per thread.
+    """
+    bits = magnitudes.mask.bit_length()
+    shift = max(0, bits - _BIN_BITS)
+    counts = np.zeros((thread_count(magnitudes), 1 << (bits - shift)), np.int64)
+    arguments = magnitudes.storage(magnitudes.mask), magnitudes.storage(shift)
+
+    def count(thread: int, first_row: int, block: np.ndarray) -> None:
+        kernels.bin_patterns(block, *arguments, counts[thread])
+
+    over_rows(magnitudes, count)
+    merged = counts.sum(0)
+    if merged[magnitudes.infinity >> shift :].any():  # infinity is a bin edge in every format
+        raise non_finite(magnitudes, name)
+    return MagnitudeHistogram(magnitudes, shift, merged)
+
+
+def count_at_least(magnitudes: Magnitudes, patterns: int | np.ndarray, name: str = "matrix") -> int:
+    """#{pattern(w_ij) ≥ patterns_j}, for one pattern or one per column of the caller's matrix, in one pass."""
+    kept = np.zeros(thread_count(magnitudes), np.int64)
+    largest = np.zeros(kept.size, magnitudes.storage)
+    mask = magnitudes.storage(magnitudes.mask)
+
+    def count(thread: int, first_row: int, block: np.ndarray) -> None:
+        if isinstance(patterns, int):
+            found, top = kernels.count_at_least(block, mask, magnitudes.storage(patterns))
+        elif magnitudes.transposed:
+            rows = [kernels.count_at_least(block[i : i + 1], mask, patterns[first_row + i]) for i in range(len(block))]
+            found, top = sum(row[0] for row in rows), max(row[1] for row in rows)
+        else:
+            found, top = kernels.count_at_least_by_column(block, mask, patterns)
+        kept[thread] += found
+        largest[thread] = max(largest[thread], top)
+
+    over_rows(magnitudes, count)
+    if largest.max() >= magnitudes.infinity:
+        raise non_finite(magnitudes, name)
+    return int(kept.sum())
+
+
+def non_finite(magnitudes: Magnitudes, name: str) -> InvalidMatrix:
+    """The error for a matrix with NaN or infinite entries: how many, and where the first is."""
+    count, first = 0, None
+    for start in range(0, magnitudes.shape[0], step := min(magnitudes.rows_per_block, 256)):
+        patterns = magnitudes.block(start, start + step) & magnitudes.storage(magnitudes.mask)
+        bad = np.argwhere(patterns >= magnitudes.storage(magnitudes.infinity))
+        count += len(bad)
+        if first is None and len(bad):
+            row, col = int(bad[0, 0]) + start, int(bad[0, 1])
+            first = (col, row) if magnitudes.transposed else (row, col)
+    return InvalidMatrix(f"{name}: expected finite numbers, got {count} NaN or infinite entries, the first at {first}")

@@ -1,0 +1,38 @@
+"""Null models f0 of annealing: known initialisations, measured bulks, and the choice between them.
+
+>>> from crystallite.anneal import nulls
+>>> round(nulls.Uniform(0.05).shrunk(0.94).threshold(0.01), 6)
+0.04653
+"""
+
+from crystallite.anneal.distributions import Normal, Null, Orthogonal, TruncatedNormal, Uniform
+from crystallite.anneal.fitting import Empirical, Fit, FromInit, choose, fit
+from crystallite.anneal.initial import (
+    candidates,
+    for_module,
+    kaiming_normal,
+    kaiming_uniform,
+    orthogonal,
+    xavier_normal,
+    xavier_uniform,
+)
+
+__all__ = [
+    "Empirical",
+    "Fit",
+    "FromInit",
+    "Normal",
+    "Null",
+    "Orthogonal",
+    "TruncatedNormal",
+    "Uniform",
+    "candidates",
+    "choose",
+    "fit",
+    "for_module",
+    "kaiming_normal",
+    "kaiming_uniform",
+    "orthogonal",
+    "xavier_normal",
+    "xavier_uniform",
+]
