@@ -61,6 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     analyze.add_argument(
         "--level", default=0.01, type=_level, help='significance level, or "percolation" (default: 0.01)'
     )
+    analyze.add_argument("--null", choices=["auto", "init", "empirical"], default="auto", help="what noise looks like")
     analyze.add_argument("--correction", choices=["bonferroni", "holm", "bh"], help="for testing many weights at once")
     analyze.add_argument("--rule", choices=["both", "neyman"], default="both", help="tests a kept weight must pass")
     analyze.add_argument("--random-walk", choices=["calibrated", "literal"], default="calibrated")
@@ -75,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     demo = commands.add_parser(
         "demo",
         help="a tour on a network trained on the spot",
-        description="Train a small network on scikit-learn's digits, analyse it, and show what separates and what does not.",
+        description="Train small networks on scikit-learn's digits and show what separates and what does not.",
         epilog="example:\n  crystallite demo --out demo-output",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -98,6 +99,7 @@ def _analyze(options: argparse.Namespace) -> int:
 
     analysis = analyze(
         options.path,
+        null=options.null,
         level=options.level,
         correction=options.correction,
         random_walk=options.random_walk,

@@ -34,6 +34,7 @@ _ACTIVE = 0.8  # a split counts where at least this share of the neurons is in s
 class Options:
     """How to test: what `anneal` takes, and whether to stop after the blocks at the one level."""
 
+    null: str = "auto"
     level: float | str = 0.01
     correction: str | None = None
     random_walk: str = "calibrated"
@@ -151,8 +152,10 @@ def analyze_layer(checkpoint: Checkpoint, layer: Layer, options: Options) -> Mat
 def _anneal(checkpoint: Checkpoint, layer: Layer, label: str, matrix: Any, options: Options) -> Annealing:
     name = f"{layer.name}[{label}]" if label else layer.name
     drawn = candidates(layer.kind, layer.fan_in, layer.fan_out, hidden=layer.rows, config=checkpoint.config)
-    fitted = choose(matrix, drawn, name)
-    return anneal(matrix, fitted, options.level, options.correction, options.random_walk, options.rule, name=name)
+    null: Any = (
+        choose(matrix, drawn, name) if options.null == "auto" else drawn[0] if options.null == "init" else "empirical"
+    )
+    return anneal(matrix, null, options.level, options.correction, options.random_walk, options.rule, name=name)
 
 
 def _structure(layer: Layer, annealings: list[Annealing]) -> tuple[BipartiteStructure, Any]:

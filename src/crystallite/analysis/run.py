@@ -89,6 +89,7 @@ class Analysis:
 def analyze(
     source: torch.nn.Module | Mapping[str, Any] | str | os.PathLike[str],
     *,
+    null: str = "auto",
     level: float | str = 0.01,
     correction: str | None = None,
     random_walk: str = "calibrated",
@@ -106,6 +107,8 @@ def analyze(
     the two tests keep, the blocks this leaves, the blocks at every other level, the hubs, and what the same numbers in
     random places would give; then a verdict in words, which may be that there is no block structure.
 
+    - `null`: "auto" believes an initialisation only if it explains the bulk of a matrix, and measures the bulk otherwise;
+      "init" always takes what PyTorch, or the model's config, draws for such a layer; "empirical" always measures.
     - `level`, `correction`, `random_walk`, `rule`: as for `anneal`.
     - `fast`: only the tests and the blocks at the one level.
     - `include`, `exclude`: patterns of layer names (`*.intermediate.*`).
@@ -118,7 +121,7 @@ def analyze(
     >>> analyze(torch.nn.Linear(64, 32)).verdict
     'No exact block structure: 1 of 1 not distinguishable from its initialisation.'
     """
-    options = Options(level, correction, random_walk, rule, fast)
+    options = Options(null, level, correction, random_walk, rule, fast)
     _check(options, engine)
     with open_checkpoint(source) as checkpoint:
         layers = recognise(checkpoint)
@@ -144,6 +147,7 @@ def analyze(
 def _check(options: Options, engine: str) -> None:
     """Refuse bad options before anything is read."""
     accepted: list[tuple[str, Any, tuple]] = [
+        ("null", options.null, ("auto", "init", "empirical")),
         ("correction", options.correction, CORRECTIONS),
         ("random_walk", options.random_walk, METHODS),
         ("rule", options.rule, ("both", "neyman")),

@@ -14,7 +14,7 @@ __all__ = ["FINDINGS", "finding_of", "model_verdict", "sentence"]
 # What a matrix can be, best first. The limits:
 SEPARATE_LARGEST = 0.8  # "separate": no block holds more than this share of the neurons that are in any block, …
 SEPARATE_BLOCKS = 1.5  # … and they count for at least this many blocks of equal size
-ONE_BLOCK = 0.9  # "one block": the largest holds at least this share of the neurons that are in any block
+SPARSE = 0.25  # "sparse": fewer than this share of the neurons are in any block
 NOISE_FIT = 0.02  # "noise": the initialisation fits to this Kolmogorov–Smirnov distance, and no more is kept than
 NOISE_SIGMAS = 4.0  # this many standard deviations above what it would keep by chance
 
@@ -24,6 +24,7 @@ FINDINGS = {
     "nested": "falls into blocks at another level",
     "fragments": "small blocks, as noise below the percolation level gives",
     "one block": "no exact block structure",
+    "sparse": "nearly all neurons dormant",
     "noise": "not distinguishable from its initialisation",
     "empty": "no significant weight",
 }
@@ -37,6 +38,8 @@ def finding_of(row: MatrixAnalysis) -> str:
     if not row.null_is_measured and row.null_fit <= NOISE_FIT and row.kept <= by_chance + NOISE_SIGMAS * by_chance**0.5:
         return "noise"
     in_blocks = row.active_share
+    if in_blocks < SPARSE:
+        return "sparse"
     if row.effective_blocks >= SEPARATE_BLOCKS and row.largest_share <= SEPARATE_LARGEST * in_blocks:
         return "separate" if not row.looks_like_chance else "fragments"
     if row.hubs is not None and row.hubs["separates"] and row.hubs["count"] > 0:
@@ -59,6 +62,8 @@ def sentence(row: MatrixAnalysis) -> str:
             f"{row.kept} weights are kept where noise alone would keep {row.expected_false_edges:.0f}: at level "
             f"{row.level:.2g} this matrix cannot be told from its initialisation ({row.null})."
         )
+    if row.finding == "sparse":
+        return f"Only {row.kept} weights are kept at level {row.level:.2g}: {blocks}, {largest}; {dormant}."
     if row.finding == "separate":
         return f"Falls into {blocks} at level {row.level:.2g}, {largest}; {dormant}."
     if row.finding == "hubs":
@@ -97,9 +102,4 @@ def model_verdict(rows: Sequence[MatrixAnalysis]) -> str:
     if exact:
         return f"Exact block structure in part of the network: {text}"
     lead = "No exact block structure: " if not counts["nested"] else "No exact block structure at this level: "
-    largest = max((row.largest_share for row in rows), default=0.0)
-    hint = (
-        f" The largest block reaches {largest:.0%} of a matrix's neurons. A lower level or a stricter rule will not "
-        "split it unless the profile shows it; see docs/annealing.md."
-    )
-    return lead + text + (hint if counts["one block"] else "")
+    return lead + text

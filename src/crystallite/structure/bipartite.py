@@ -69,8 +69,8 @@ class BipartiteStructure:
     def blocks(self) -> list[tuple[np.ndarray, np.ndarray]]:
         """Row and column indices of each block, ascending."""
         ends = self.block_shapes.cumsum(0)
-        rows = np.split(self.P.source, ends[:, 0])[: self.n_blocks]
-        cols = np.split(self.Q.source, ends[:, 1])[: self.n_blocks]
+        rows = np.split(self.P.source.copy(), ends[:, 0])[: self.n_blocks]  # copies: torch warns of read-only indices
+        cols = np.split(self.Q.source.copy(), ends[:, 1])[: self.n_blocks]
         return list(zip(rows, cols, strict=True))
 
     @cached_property

@@ -66,7 +66,7 @@ class DirectedStructure:
     @cached_property
     def blocks(self) -> list[np.ndarray]:
         """Nodes of each SCC in the order of P: the diagonal (Frobenius) blocks, isolated nodes left out."""
-        order = self.P.source[: self.size - int(self.isolated.sum())]
+        order = self.P.source[: self.size - int(self.isolated.sum())].copy()
         return np.split(order, np.flatnonzero(np.diff(self.scc[order])) + 1) if len(order) else []
 
     @cached_property

@@ -1,0 +1,265 @@
+"""ONNX models built with onnx.helper: every weight (out, in), the nodes say what it is, no way out of the folder."""
+
+import sys
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from crystallite.errors import CheckpointError
+from crystallite.weights import open_checkpoint, recognise
+
+RANDOM = np.random.default_rng(0)
+
+
+def values(*shape):
+    return RANDOM.normal(size=shape).astype(np.float32)
+
+
+def write(path, nodes, arrays, **options):
+    initializers = [a if isinstance(a, TensorProto) else numpy_helper.from_array(a, n) for n, a in arrays.items()]
+    graph = helper.make_graph(nodes, "g", [], [], initializers)
+    onnx.save(helper.make_model(graph), path, **options)
+    return path
+
+
+def by_name(path):
+    checkpoint = open_checkpoint(path)
+    return checkpoint, {layer.name: layer for layer in recognise(checkpoint)}
+
+
+def test_every_matrix_comes_back_out_in(tmp_path):
+    arrays = {name: values(3, 5) for name in ("a", "b", "c", "d", "e", "f")}
+    nodes = [
+        helper.make_node("MatMul", ["x", "a"], ["1"]),  # x W: stored (in, out)
+        helper.make_node("Gemm", ["x", "b"], ["2"]),
+        helper.make_node("Gemm", ["x", "c"], ["3"], transB=1),
+        helper.make_node("Transpose", ["d"], ["dt"], perm=[1, 0]),
+        helper.make_node("MatMul", ["x", "dt"], ["4"]),
+        helper.make_node("MatMul", ["e", "x"], ["5"]),  # W x
+        helper.make_node("Identity", ["f"], ["same"]),
+        helper.make_node("MatMul", ["x", "same"], ["6"]),
+    ]
+    checkpoint, layers = by_name(write(tmp_path / "m.onnx", nodes, arrays))
+    for name, turned in {"a": True, "b": True, "c": False, "d": False, "e": False, "f": True}.items():
+        expected = arrays[name].T if turned else arrays[name]
+        assert np.array_equal(checkpoint.read(name), expected), name
+        assert checkpoint.tensors[name].shape == expected.shape
+        assert (layers[name].kind, layers[name].rows, layers[name].cols) == ("linear", *expected.shape)
+
+
+def test_nodes_say_what_tensors_are(tmp_path):
+    arrays = {
+        "conv": values(4, 1, 3, 3),
+        "deconv": values(4, 2, 3),
+        "emb": values(10, 4),
+        "ln": values(4),
+        "shift": values(1, 6),
+        "fc.bias": values(4),
+        "fc": values(6, 4),
+    }
+    nodes = [
+        helper.make_node("Conv", ["x", "conv"], ["1"], group=4),
+        helper.make_node("ConvTranspose", ["x", "deconv"], ["2"], group=2),
+        helper.make_node("Gather", ["emb", "ids"], ["3"]),
+        helper.make_node("LayerNormalization", ["x", "ln"], ["4"]),
+        helper.make_node("Add", ["x", "shift"], ["5"]),
+        helper.make_node("Gemm", ["x", "fc", "fc.bias"], ["6"]),
+    ]
+    checkpoint, layers = by_name(write(tmp_path / "m.onnx", nodes, arrays))
+    assert (layers["conv"].kind, layers["conv"].groups, layers["conv"].kernel) == ("conv", 4, (3, 3))
+    deconv = layers["deconv"]
+    assert (deconv.rows, deconv.cols, deconv.groups) == (4, 6, 2)
+    assert deconv.matrices(checkpoint)[0][1].shape == (4, 6)
+    assert layers["emb"].kind == "embedding"
+    reasons = {name: layer.reason for name, layer in layers.items() if layer.kind == "skipped"}
+    assert reasons == {"ln": "norm", "shift": "operand of Add", "fc.bias": "bias"}
+
+
+@pytest.mark.parametrize(("op", "gates"), [("LSTM", "iofc"), ("GRU", "zrh"), ("RNN", "h")])
+@pytest.mark.parametrize("directions", [1, 2])
+def test_recurrent_nodes(tmp_path, op, gates, directions):
+    count, hidden, inputs = len(gates), 4, 3
+    arrays = {
+        "onnx::W_1": values(directions, count * hidden, inputs),
+        "onnx::R_2": values(directions, count * hidden, hidden),
+        "onnx::B_3": values(directions, 2 * count * hidden),
+    }
+    node = helper.make_node(op, ["x", *arrays], ["y"], name=f"/encoder/rnn/{op}", hidden_size=hidden)
+    checkpoint, layers = by_name(write(tmp_path / "m.onnx", [node], arrays))
+    inner, feedback = layers["encoder.rnn.weight_ih"], layers["encoder.rnn.weight_hh"]
+    assert (inner.kind, inner.rows, inner.cols, inner.gates) == ("recurrent", count * hidden, inputs, count)
+    assert (feedback.feedback, feedback.rows, feedback.cols, feedback.gates) == (True, hidden, hidden, count)
+    assert layers["encoder.rnn.bias"].reason == "bias"
+    matrices = feedback.matrices(checkpoint)
+    prefixes = [""] if directions == 1 else ["forward ", "backward "]
+    assert [label for label, _ in matrices] == [prefix + gate for prefix in prefixes for gate in gates]
+    assert np.array_equal(matrices[-1][1], arrays["onnx::R_2"][-1, -hidden:])
+
+
+def test_numbered_weights_are_named_after_their_node(tmp_path):
+    arrays = {"onnx::MatMul_7": values(3, 5), "onnx::MatMul_8": values(5, 5), "kept.weight": values(5, 2)}
+    nodes = [
+        helper.make_node("MatMul", ["x", "onnx::MatMul_7"], ["1"], name="/layer.0/dense/MatMul"),
+        helper.make_node("MatMul", ["1", "onnx::MatMul_8"], ["2"], name="/layer.0/dense/MatMul_1"),
+        helper.make_node("MatMul", ["2", "kept.weight"], ["3"], name="/layer.1/MatMul"),
+    ]
+    _, layers = by_name(write(tmp_path / "m.onnx", nodes, arrays))
+    assert list(layers) == ["layer.0.dense", "layer.0.dense_2", "kept"]
+
+
+def test_constants_and_branches_hold_weights_too(tmp_path):
+    branches = {}
+    for branch in ("then", "else"):
+        weight = numpy_helper.from_array(values(3, 5), "w")
+        node = helper.make_node("MatMul", ["x", "w"], ["y"])
+        output = helper.make_tensor_value_info("y", TensorProto.FLOAT, None)
+        branches[f"{branch}_branch"] = helper.make_graph([node], branch, [], [output], [weight])
+    constant = numpy_helper.from_array(values(5, 2), "value")
+    nodes = [
+        helper.make_node("If", ["flag"], ["y"], name="choose", **branches),
+        helper.make_node("Constant", [], ["c"], value=constant),
+        helper.make_node("MatMul", ["y", "c"], ["z"]),
+        helper.make_node("Constant", [], ["axis"], value=numpy_helper.from_array(np.array([1]))),
+    ]
+    checkpoint, layers = by_name(write(tmp_path / "m.onnx", nodes, {}))
+    shapes = {name: (layer.kind, layer.rows, layer.cols) for name, layer in layers.items()}
+    assert shapes == {
+        "choose.else_branch.w": ("linear", 5, 3),
+        "choose.then_branch.w": ("linear", 5, 3),
+        "c": ("linear", 2, 5),
+    }
+    assert np.array_equal(checkpoint.read("c"), numpy_helper.to_array(constant).T)
+
+
+@pytest.mark.parametrize("raw", [True, False], ids=["raw", "typed fields"])
+@pytest.mark.parametrize(
+    "dtype",
+    ["FLOAT", "DOUBLE", "FLOAT16", "BFLOAT16", "FLOAT8E4M3FN", "FLOAT8E5M2", "INT64", "INT8", "UINT32", "BOOL"],
+)
+def test_data_types(tmp_path, dtype, raw):
+    kind = getattr(TensorProto, dtype)
+    numbers = (RANDOM.random((3, 4)) * 9).astype(helper.tensor_dtype_to_np_dtype(kind))
+    made = numpy_helper.from_array(numbers, "w") if raw else helper.make_tensor("w", kind, (3, 4), numbers.ravel())
+    checkpoint = open_checkpoint(write(tmp_path / "m.onnx", [], {"w": made}))
+    read = checkpoint.read("w")
+    got = read.astype(np.float64) if isinstance(read, np.ndarray) else read.double().numpy()
+    assert np.array_equal(got, numbers.astype(np.float64))
+
+
+def test_typed_fields_need_the_package_and_say_so(tmp_path, monkeypatch):
+    made = helper.make_tensor("w", TensorProto.INT64, (2,), [1, 2])
+    path = write(tmp_path / "m.onnx", [], {"w": made, "v": values(2, 2)})
+    monkeypatch.setitem(sys.modules, "onnx", None)
+    checkpoint = open_checkpoint(path)
+    assert checkpoint.read("v").shape == (2, 2)
+    with pytest.raises(CheckpointError, match=r"pip install 'crystallite\[onnx\]'"):
+        checkpoint.read("w")
+
+
+def external(tmp_path, **place):
+    tensor = TensorProto(name="w", data_type=TensorProto.FLOAT, dims=[3, 5], data_location=TensorProto.EXTERNAL)
+    for key, value in place.items():
+        tensor.external_data.add(key=key, value=str(value))
+    return write(tmp_path / "m.onnx", [helper.make_node("MatMul", ["x", "w"], ["y"])], {"w": tensor})
+
+
+def test_external_data_is_mapped(tmp_path):
+    numbers = values(3, 5)
+    (tmp_path / "m.data").write_bytes(bytes(64) + numbers.tobytes())
+    checkpoint = open_checkpoint(external(tmp_path, location="m.data", offset=64, length=60))
+    assert np.array_equal(checkpoint.read("w"), numbers.T)
+    assert isinstance(checkpoint.read("w").base, np.memmap)
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ({"location": "../secret"}, "a file in the same folder"),
+        ({"location": "/etc/passwd"}, "a file in the same folder"),
+        ({"location": ""}, "a file in the same folder"),
+        ({}, "a file in the same folder"),
+        ({"location": "link"}, "a link that leaves it"),
+        ({"location": "missing"}, "No such file"),
+        ({"location": "data", "offset": 1 << 60}, "truncated or corrupt"),
+        ({"location": "data", "offset": -4}, "whole numbers"),
+        ({"location": "data", "offset": "9" * 5000}, "whole numbers"),
+        ({"location": "data", "length": 4}, "60 bytes of external data"),
+    ],
+)
+def test_external_data_stays_in_its_folder_and_size(tmp_path, place, message):
+    (tmp_path / "secret").write_bytes(bytes(60))
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "data").write_bytes(bytes(60))
+    (folder / "link").symlink_to("../secret")
+    with pytest.raises(CheckpointError, match=message):
+        open_checkpoint(external(folder, **place))
+
+
+def varint(number):
+    groups = [number >> shift & 0x7F for shift in range(0, max(1, number.bit_length()), 7)]
+    return bytes([*(g | 0x80 for g in groups[:-1]), groups[-1]])
+
+
+def message(number, content):
+    return varint(number << 3 | 2) + varint(len(content)) + content
+
+
+def model(graph):
+    return b"\x08\x08" + message(7, graph)
+
+
+def nested(depth):
+    graph = b""
+    for _ in range(depth):
+        graph = message(1, message(4, b"If") + message(5, message(1, b"b") + message(6, graph)))
+    return graph
+
+
+def tensor(dims, kind=1, raw=b""):
+    return message(
+        5, b"".join(b"\x08" + varint(d) for d in dims) + b"\x10" + varint(kind) + message(8, b"w") + message(9, raw)
+    )
+
+
+HOSTILE = {
+    "no graph": (b"\x08\x08", "one graph"),
+    "two graphs": (model(b"") + message(7, b""), "one graph"),
+    "no weights": (model(b""), "at least one tensor"),
+    "length beyond file": (b"\x08\x08\x3a\xff\xff\xff\xff\x0f", "beyond its message"),
+    "unfinished number": (b"\x08\x08\x3a\xff", "an unfinished number"),
+    "endless number": (b"\x08" + b"\xff" * 40, "an unfinished number"),
+    "unknown wire type": (b"\x08\x08\x0f", "unknown field type"),
+    "shape": (model(tensor((1 << 40, 1 << 40))), "a shape that can exist"),
+    "negative dimension": (model(tensor(((1 << 64) - 2, 2))), "non-negative"),
+    "too few bytes": (model(tensor((1 << 20, 1 << 20), raw=bytes(8))), "bytes for 'w'"),
+    "no data": (model(message(5, b"\x08\x04\x10\x01" + message(8, b"w"))), "4 numbers for 'w'"),
+    "unknown data type": (model(tensor((1,), kind=99, raw=bytes(4))), "a known ONNX data type"),
+    "name twice": (model(tensor((1,), raw=bytes(4)) * 2), "each tensor name once"),
+    "graphs in graphs": (model(nested(40)), "at most 16 deep"),
+    "empty nodes": (model(b"\x0a\x00" * 2_100_000), "at most 2000000 fields"),
+    "small nodes": (model(message(1, b"\x0a\x01x\x22\x01A") * 210_000), "at most 200000 nodes and weights"),
+    "small weights": (model(b"\x2a\x00" * 210_000), "at most 200000 nodes and weights"),
+    "endless name": (model(message(1, message(3, b"n" * 100_000))), "absurdly long"),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_hostile_models_are_refused(tmp_path, case):
+    content, said = HOSTILE[case]
+    (tmp_path / "w.onnx").write_bytes(content)
+    with pytest.raises(CheckpointError, match=said) as caught:
+        open_checkpoint(tmp_path / "w.onnx")
+    assert "w.onnx: expected" in str(caught.value)
+
+
+def test_every_truncation_is_refused(tmp_path):
+    path = write(tmp_path / "m.onnx", [helper.make_node("MatMul", ["x", "w"], ["y"])], {"w": values(4, 4)})
+    content = path.read_bytes()
+    end = content.index(b"w", content.index(b"MatMul") + 8)
+    for size in range(1, end + 20):
+        path.write_bytes(content[:size])
+        with pytest.raises(CheckpointError):
+            open_checkpoint(path)
