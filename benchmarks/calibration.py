@@ -14,7 +14,9 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from crystallite.anneal import anneal, nulls, random_walk_test
+from crystallite.annealing import nulls
+from crystallite.annealing.anneal import anneal
+from crystallite.annealing.random_walk import random_walk_test
 
 SIZES = (16, 64, 256, 1024, 4096)
 LARGEST = 1 << 21  # entries; taller matrices get fewer columns

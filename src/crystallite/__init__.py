@@ -1,7 +1,8 @@
 """Take trained neural networks apart along the structure that training left in them."""
 
 from crystallite.analysis import Analysis, MatrixAnalysis, analyze
-from crystallite.anneal import Annealing, anneal, nulls
+from crystallite.annealing import nulls
+from crystallite.annealing.anneal import Annealing, anneal
 from crystallite.errors import CheckpointError, CrystalliteError, InvalidMap, InvalidMatrix, InvalidOption
 from crystallite.maps import Embedding, Permutation, Projection
 from crystallite.structure.bipartite import BipartiteStructure

@@ -102,8 +102,12 @@ class Magnitudes:
             if thresholds.max(initial=0) > fmt.mask:
                 raise InvalidOption(f"threshold {thresholds.max():g} is above every value of {self.format}")
             return np.ceil(thresholds).astype(fmt.storage)
-        rounded = torch.from_numpy(thresholds).to(fmt.torch_dtype)
-        bits = rounded.view(_TORCH_INTEGERS[rounded.element_size()]).numpy().view(fmt.storage)
+        if self.format in ("float64", "float32", "float16"):
+            with np.errstate(over="ignore"):
+                bits = thresholds.astype(self.format).view(fmt.storage)
+        else:
+            rounded = torch.from_numpy(thresholds).to(fmt.torch_dtype)
+            bits = rounded.view(_TORCH_INTEGERS[rounded.element_size()]).numpy().view(fmt.storage)
         bits = np.minimum(bits, fmt.storage(fmt.infinity))
         finite = bits < fmt.infinity
         short = np.zeros(len(bits), bool)
@@ -120,6 +124,8 @@ class Magnitudes:
         clean = patterns.astype(fmt.storage) & fmt.storage(fmt.mask)
         if fmt.torch_dtype is None:
             return clean.astype(np.float64)
+        if self.format in ("float64", "float32", "float16"):
+            return clean.view(self.format).astype(np.float64)
         signed = torch.from_numpy(np.ascontiguousarray(clean).view(f"i{clean.dtype.itemsize}"))
         return signed.view(fmt.torch_dtype).to(torch.float64).numpy()
 

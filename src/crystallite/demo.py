@@ -12,7 +12,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from crystallite.analysis import analyze
-from crystallite.anneal import anneal, nulls
+from crystallite.annealing import nulls
+from crystallite.annealing.anneal import anneal
 from crystallite.errors import CrystalliteError
 from crystallite.structure.decompose import decompose
 from crystallite.structure.levels import level_profile
@@ -122,10 +123,11 @@ def _scrambled_halves(x: torch.Tensor, y: torch.Tensor) -> nn.Sequential:
     orders = [torch.arange(128), torch.randperm(128), torch.randperm(128), torch.arange(20)]
     with torch.no_grad():
         for depth, position in enumerate((0, 2, 4)):
-            first, second = halves[0][position], halves[1][position]
+            first, second, target = (m.get_submodule(str(position)) for m in (*halves, joint))
+            assert isinstance(first, nn.Linear) and isinstance(second, nn.Linear) and isinstance(target, nn.Linear)
             rows, cols = orders[depth + 1], orders[depth]
-            joint[position].weight.copy_(torch.block_diag(first.weight, second.weight)[rows][:, cols])
-            joint[position].bias.copy_(torch.cat([first.bias, second.bias])[rows])
+            target.weight.copy_(torch.block_diag(first.weight, second.weight)[rows][:, cols])
+            target.bias.copy_(torch.cat([first.bias, second.bias])[rows])
     return joint
 
 
@@ -146,7 +148,7 @@ def _rebuilt(model: nn.Sequential, x: torch.Tensor) -> tuple[float, float]:
 
 
 def _timings(w: torch.Tensor) -> tuple[float, float]:
-    best = {}
+    best: dict[str, float] = {}
     decompose(w, threshold=2.5758)
     for _ in range(7):
         for name, call in (("read", lambda: torch.sum(w)), ("ours", lambda: decompose(w, threshold=2.5758))):

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import numpy as np
 import torch
 
 from crystallite.arrays import Magnitudes
 
-__all__ = ["over_rows", "thread_count"]
+__all__ = ["over_rows", "over_tasks", "thread_count"]
 
-_BYTES_PER_THREAD = 1 << 20  # below this a thread costs more than it saves
+Task = TypeVar("Task")
+Result = TypeVar("Result")
+
+_BYTES_PER_THREAD = 8 << 20  # below this a thread costs more than it saves
 
 
 def thread_count(matrix: Magnitudes) -> int:
@@ -30,20 +34,33 @@ def over_rows(matrix: Magnitudes, work: Callable[[int, int, np.ndarray], None]) 
     """
     rows = matrix.shape[0]
     threads = thread_count(matrix)
-    bounds = np.linspace(0, rows, threads + 1).astype(int)
+    bounds = [rows * i // threads for i in range(threads + 1)]
     step = matrix.rows_per_block
 
     def run(thread: int) -> None:
         for start in range(bounds[thread], bounds[thread + 1], step):
             work(thread, start, matrix.block(start, min(start + step, bounds[thread + 1])))
 
-    others = [_workers().submit(run, thread) for thread in range(1, threads)]
+    over_tasks(threads, range(threads), run)
+
+
+def over_tasks(threads: int, tasks: Iterable[Task], work: Callable[[Task], Result]) -> list[Result]:
+    """[work(task) for task in tasks], the tasks dealt out in order to the calling thread and `threads` − 1 others."""
+    queue = list(tasks)
+    share = [queue[i::threads] for i in range(threads)]
+
+    def run(mine: list[Task]) -> list[Result]:
+        return [work(task) for task in mine]
+
+    others = [_workers().submit(run, mine) for mine in share[1:] if mine]
     try:
-        run(0)
-    finally:
-        wait(others)
-    for other in others:
-        other.result()
+        done = [run(share[0])]
+    finally:  # nobody may still be writing when the caller goes on
+        failures = [other.exception() for other in others]
+    for failure in filter(None, failures):
+        raise failure
+    done += [other.result() for other in others]
+    return [done[i % threads][i // threads] for i in range(len(queue))]
 
 
 @functools.cache

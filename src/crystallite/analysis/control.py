@@ -34,14 +34,16 @@ class Shuffled:
 def shuffled(rows: int, cols: int, seed: int = 0) -> Shuffled:
     """One random order of the places of a rows × cols matrix, followed until all neurons are one block."""
     limit = rows * cols
-    history = _random_process(rows, cols, min(limit, 40 * (rows + cols)), seed)
+    rng = np.random.default_rng(seed)
+    most = min(limit, 40 * (rows + cols))
+    history = _random_process(rng.integers(cols, size=most), rng.integers(rows, size=most), rows, cols)
     return Shuffled(limit, *history)
 
 
 @compiled
-def _random_process(rows, cols, most, seed):
-    np.random.seed(seed)
+def _random_process(drawn_cols, drawn_rows, rows, cols):
     nodes = rows + cols
+    most = drawn_cols.shape[0]
     parent = np.arange(nodes).astype(np.int32)
     size = np.ones(nodes, np.int64)
     n_blocks = np.zeros(most + 1, np.int64)
@@ -51,8 +53,8 @@ def _random_process(rows, cols, most, seed):
     blocks, giant, touched, square = 0, 0, 0, 0.0
     done = most
     for k in range(1, most + 1):
-        a = find(parent, np.int32(np.random.randint(cols)))
-        b = find(parent, np.int32(cols + np.random.randint(rows)))
+        a = find(parent, np.int32(drawn_cols[k - 1]))
+        b = find(parent, np.int32(cols + drawn_rows[k - 1]))
         if a != b:
             blocks += 1
             for root in (a, b):

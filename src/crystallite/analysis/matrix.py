@@ -9,11 +9,11 @@ import numpy as np
 
 from crystallite.analysis.control import Shuffled, shuffled
 from crystallite.analysis.verdict import SEPARATE_BLOCKS, finding_of, sentence
-from crystallite.anneal import Annealing, anneal
-from crystallite.anneal.histogram import MagnitudeHistogram, magnitude_histogram
-from crystallite.anneal.initial import candidates
-from crystallite.anneal.fitting import Empirical, choose
-from crystallite.anneal.neyman import percolation_level
+from crystallite.annealing.anneal import Annealing, anneal
+from crystallite.annealing.fitting import Empirical, choose
+from crystallite.annealing.histogram import MagnitudeHistogram, magnitude_histogram
+from crystallite.annealing.initial import candidates
+from crystallite.annealing.neyman import percolation_level
 from crystallite.arrays import Magnitudes
 from crystallite.structure.bipartite import BipartiteStructure
 from crystallite.structure.decompose import decompose, directed_from_words
@@ -161,12 +161,12 @@ def _anneal(checkpoint: Checkpoint, layer: Layer, label: str, matrix: Any, optio
 def _structure(layer: Layer, annealings: list[Annealing]) -> tuple[BipartiteStructure, Any]:
     """Blocks of the layer's neurons: an edge exists where any gate, or any place of a kernel, keeps it."""
     if layer.feedback:
-        words = 0
+        words: Any = 0
         for a in annealings:
             m = Magnitudes(a.magnitudes.bits.T, a.magnitudes.format) if a.magnitudes.transposed else a.magnitudes
             limits = a.pattern_threshold if a.column_patterns is None else a.column_patterns
             words = packed(m, limits, a.name) | words
-        directed = directed_from_words(np.asarray(words))
+        directed = directed_from_words(words)
         label = np.where(directed.isolated, -1, directed.component)
         return BipartiteStructure.from_labels(label, label), directed
     if layer.kind == "conv" and layer.kernel:

@@ -15,8 +15,8 @@ from tqdm import tqdm
 
 from crystallite.analysis.matrix import MatrixAnalysis, Options, analyze_layer
 from crystallite.analysis.verdict import model_verdict
-from crystallite.anneal.neyman import CORRECTIONS
-from crystallite.anneal.random_walk import METHODS
+from crystallite.annealing.neyman import CORRECTIONS
+from crystallite.annealing.random_walk import METHODS
 from crystallite.errors import InvalidOption
 from crystallite.weights.checkpoint import Checkpoint, open_checkpoint
 from crystallite.weights.layers import Layer, recognise
@@ -107,7 +107,7 @@ def analyze(
     the two tests keep, the blocks this leaves, the blocks at every other level, the hubs, and what the same numbers in
     random places would give; then a verdict in words, which may be that there is no block structure.
 
-    - `null`: "auto" believes an initialisation only if it explains the bulk of a matrix, and measures the bulk otherwise;
+    - `null`: "auto" believes an initialisation only if it explains the bulk of a matrix, else it measures the bulk;
       "init" always takes what PyTorch, or the model's config, draws for such a layer; "empirical" always measures.
     - `level`, `correction`, `random_walk`, `rule`: as for `anneal`.
     - `fast`: only the tests and the blocks at the one level.

@@ -83,7 +83,7 @@ def sentence(row: MatrixAnalysis) -> str:
     text = f"No exact block structure: {row.largest_share:.0%} of the neurons are one block; {dormant}."
     if row.null_is_measured:
         times = row.kept / max(row.expected_false_edges, 1.0)
-        text += f" No initialisation explains its bulk; {times:.1f} times the edges its own Gaussian bulk predicts are kept."
+        text += f" No initialisation explains its bulk; kept: {times:.1f} times what its own Gaussian bulk predicts."
     if row.shuffled is not None:
         text += f" The same numbers in random places: {row.shuffled['largest_share']:.0%}."
     return text

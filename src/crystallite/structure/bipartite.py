@@ -37,9 +37,13 @@ class BipartiteStructure:
     def from_labels(cls, row_label: np.ndarray, col_label: np.ndarray) -> BipartiteStructure:
         """From any labels that rows and columns of a block share (negative: dormant)."""
         rows, cols = np.asarray(row_label), np.asarray(col_label)
-        names, first = np.unique(rows[rows >= 0], return_index=True)
-        number = np.full(int(max(rows.max(initial=-1), cols.max(initial=-1))) + 2, -1, np.intp)  # last entry: dormant
-        number[names[np.argsort(first, kind="stable")]] = np.arange(len(names))
+        most = int(max(rows.max(initial=-1), cols.max(initial=-1))) + 1
+        first = np.full(most + 1, len(rows))  # the first row of each label; written backwards, so the first stays
+        first[rows[::-1]] = np.arange(len(rows))[::-1]
+        first[-1] = len(rows)  # where −1 points: dormant
+        names = np.argsort(first, kind="stable")[: np.count_nonzero(first < len(rows))]
+        number = np.full(most + 1, -1, np.intp)
+        number[names] = np.arange(len(names))
         row_block, col_block = number[rows], number[cols]
         row_block.flags.writeable = col_block.flags.writeable = False
         return cls(row_block, col_block, len(names))

@@ -9,14 +9,20 @@ from crystallite.errors import InvalidMatrix
 from crystallite.parallel import over_rows, thread_count
 from crystallite.structure import kernels
 
-__all__ = ["column_components", "kernel_arguments", "refuse_non_finite"]
+__all__ = ["column_components", "kernel_arguments", "kernel_mask", "refuse_non_finite"]
 
 
 def kernel_arguments(matrix: Magnitudes, threshold: int | np.ndarray) -> tuple:
     """(mask, threshold, infinity) as the kernels take them: storage integers of the matrix's own width."""
     storage = matrix.storage
     infinity = matrix.infinity if matrix.infinity <= matrix.mask else 0
-    return storage(matrix.mask), np.asarray(threshold, storage)[()], storage(infinity)
+    return kernel_mask(matrix), np.asarray(threshold, storage)[()], storage(infinity)
+
+
+def kernel_mask(matrix: Magnitudes) -> np.integer:
+    """The mask in the storage integer's width, signed if it clears the sign bit."""
+    width = matrix.storage(0).itemsize
+    return np.dtype(f"i{width}" if matrix.mask < 1 << (8 * width - 1) else f"u{width}").type(matrix.mask)
 
 
 def refuse_non_finite(matrix: Magnitudes, row: int, name: str) -> None:

@@ -86,8 +86,8 @@ def edge_patterns(matrix: Magnitudes, threshold: Threshold) -> int | np.ndarray:
 
 def _column_limits(threshold: Threshold, cols: int) -> float | np.ndarray | None:
     """The threshold as one number or one per column, checked."""
-    if threshold is None:
-        return None
+    if threshold is None or (isinstance(threshold, float) and 0 <= threshold < float("inf")):
+        return threshold
     limits = np.asarray(threshold.detach().cpu() if isinstance(threshold, torch.Tensor) else threshold)
     if limits.dtype.kind not in "fiu" or not np.all(limits >= 0) or not np.all(np.isfinite(limits)):
         raise InvalidOption(f"threshold must be a finite number ≥ 0, or one per column, got {threshold!r}")

@@ -14,7 +14,7 @@ import numpy as np
 
 from crystallite.arrays import Magnitudes
 from crystallite.parallel import over_rows, thread_count
-from crystallite.structure.components import kernel_arguments, refuse_non_finite
+from crystallite.structure.components import kernel_arguments, kernel_mask, refuse_non_finite
 from crystallite.structure.kernels import best_links, collect_survivors, compiled, find
 
 __all__ = ["Forest", "kruskal", "roots", "spanning_forest"]
@@ -145,7 +145,7 @@ def _links_out(matrix: Magnitudes, label: np.ndarray, giant: int) -> Edges:
     needs = np.full(matrix.shape[1], unreachable)
     needs[outside_cols] = 1
     column_needs = np.tile(needs, (threads, 1))
-    mask = matrix.storage(matrix.mask)
+    mask = kernel_mask(matrix)
 
     def search(thread: int, first_row: int, block: np.ndarray) -> None:
         best = (best_bits[thread], best_row[thread], best_col[thread])

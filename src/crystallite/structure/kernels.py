@@ -1,6 +1,7 @@
 """Compiled passes over a matrix. Each reads a block of rows once, 64 entries at a time.
 
-Conventions: `block` holds magnitudes as unsigned integers (see `crystallite.arrays`), `mask` clears the sign,
+Conventions: `block` holds magnitudes as unsigned integers (see `crystallite.arrays`), `mask` clears the sign (and is
+itself signed where it does, see `lanes`),
 `threshold` is the smallest surviving pattern (one number, or one per column), `infinity` the first pattern that is
 not a finite number, or 0 where every pattern is one. A pass returns the first row it met with a non-finite entry,
 or −1.
@@ -36,6 +37,12 @@ _ONE = np.uint64(1)
 _NO_ROOT = np.int32(-2)  # unlike −1, equal to no entry of a forest
 
 
+@inlined
+def bits_of(row, column, mask):
+    """The magnitude pattern of one entry, unsigned."""
+    return np.uint64(row[column]) & np.uint64(mask)
+
+
 def limit_of(threshold: Any, column: int) -> Any:
     """The threshold that holds in a column."""
     return threshold[column] if isinstance(threshold, np.ndarray) else threshold
@@ -53,7 +60,7 @@ def _last_word(row, start, mask, threshold):
     """Bits of the surviving columns from `start` to the end of the row, fewer than 64."""
     word = np.uint64(0)
     for column in range(start, row.shape[0]):
-        if (row[column] & mask) >= limit_of(threshold, column):
+        if bits_of(row, column, mask) >= limit_of(threshold, column):
             word |= _ONE << np.uint64(column - start)
     return word
 
@@ -63,7 +70,7 @@ def _any_non_finite(row, start, mask, infinity):
     """Whether the row holds a non-finite entry from `start` to its end."""
     found = False
     for column in range(start, row.shape[0]):
-        found |= (row[column] & mask) >= infinity
+        found |= bits_of(row, column, mask) >= infinity
     return found and infinity != 0
 
 
@@ -176,7 +183,7 @@ def _append(word, start, row_index, row, mask, out_rows, out_cols, out_bits, cou
         if count < out_rows.shape[0]:
             out_rows[count] = row_index
             out_cols[count] = column
-            out_bits[count] = row[column] & mask
+            out_bits[count] = bits_of(row, column, mask)
         count += 1
     return count
 
@@ -215,7 +222,7 @@ def _offer(word, start, row_index, row, mask, mine, giant, label, needs, best_bi
         other = label[column]
         if other == mine:
             continue
-        bits = row[column] & mask
+        bits = bits_of(row, column, mask)
         if other != giant:
             if bits > best_bits[other]:
                 best_bits[other] = bits
@@ -244,7 +251,7 @@ def best_links(block, first_row, mask, label, giant, outside_cols, needs, best_b
         mine = label[cols + first_row + r]
         if mine == giant and few_columns:
             for column in outside_cols:
-                if (row[column] & mask) >= needs[column]:
+                if bits_of(row, column, mask) >= needs[column]:
                     _offer(
                         _ONE, column, first_row + r, row, mask, mine, giant, label, needs, best_bits, best_row, best_col
                     )

@@ -43,10 +43,14 @@ class _Group:
         """The group's entries without their signs."""
         return self.builder.and_(self.load(array_type, array), self.splat(mask))
 
-    def at_least(self, entries: Any, limit_type: Any, limit: Any) -> Any:
+    def at_least(self, entries: Any, limit_type: Any, limit: Any, signed: bool) -> Any:
         """entries ≥ limit, where limit is one number or an array with one per column."""
-        limits = self.load(limit_type, limit) if isinstance(limit_type, types.Array) else self.splat(limit)
-        return self.builder.icmp_unsigned(">=", entries, limits)
+        compare = self.builder.icmp_signed if signed else self.builder.icmp_unsigned
+        if isinstance(limit_type, types.Array):
+            return compare(">=", entries, self.load(limit_type, limit))
+        if signed:  # processors compare for > only
+            return compare(">", entries, self.splat(self.builder.sub(limit, ir.Constant(limit.type, 1))))
+        return compare(">=", entries, self.splat(limit))
 
 
 def _word(context: Any, builder: Any, array_type: Any, start: Any, condition: Callable[[_Group], Any]) -> Any:
@@ -64,16 +68,25 @@ def _limit_type(row: Any, threshold: Any) -> Any:
     return threshold if isinstance(threshold, types.Array) else row.dtype
 
 
+def _mask_type(row: Any, mask: Any) -> Any:
+    """The mask keeps its signedness, which says how to compare: signed where it clears the sign bit.
+
+    Then no entry has that bit and both ways agree, but processors compare signed numbers in half the instructions.
+    """
+    return types.Integer.from_bitwidth(row.dtype.bitwidth, signed=mask.signed)
+
+
 @intrinsic
 def surviving_lanes(_typing: Any, row: Any, start: Any, mask: Any, threshold: Any) -> Any:
-    """Word whose bit j is set where (row[start + j] & mask) ≥ threshold, unsigned; threshold: one, or one per column."""
-    signature = types.uint64(row, types.intp, row.dtype, _limit_type(row, threshold))
+    """Word whose bit j is set where (row[start + j] & mask) ≥ threshold; threshold: one, or one per column."""
+    signature = types.uint64(row, types.intp, _mask_type(row, mask), _limit_type(row, threshold))
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         array, first, sign_mask, limit = args
 
         def survives(group: _Group) -> Any:
-            return group.at_least(group.magnitudes(sig.args[0], array, sign_mask), sig.args[3], limit)
+            entries = group.magnitudes(sig.args[0], array, sign_mask)
+            return group.at_least(entries, sig.args[3], limit, sig.args[2].signed)
 
         return _word(context, builder, sig.args[0], first, survives)
 
@@ -89,7 +102,7 @@ def unsettled_lanes(
     The three comparisons are combined before their bits are gathered, which is the costly step.
     """
     limit_type = _limit_type(row, threshold)
-    signature = types.uint64(row, types.intp, row.dtype, limit_type, row.dtype, parent, parent.dtype)
+    signature = types.uint64(row, types.intp, _mask_type(row, mask), limit_type, row.dtype, parent, parent.dtype)
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         array, first, sign_mask, limit, top, parents, known = args
@@ -97,8 +110,8 @@ def unsettled_lanes(
         def unsettled(group: _Group) -> Any:
             entries = group.magnitudes(sig.args[0], array, sign_mask)
             elsewhere = builder.icmp_signed("!=", group.load(sig.args[5], parents), group.splat(known))
-            stays = builder.or_(elsewhere, group.at_least(entries, sig.args[4], top))
-            return builder.and_(group.at_least(entries, sig.args[3], limit), stays)
+            stays = builder.or_(elsewhere, group.at_least(entries, sig.args[4], top, sig.args[2].signed))
+            return builder.and_(group.at_least(entries, sig.args[3], limit, sig.args[2].signed), stays)
 
         return _word(context, builder, sig.args[0], first, unsettled)
 

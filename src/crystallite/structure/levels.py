@@ -264,7 +264,7 @@ def _directed_profile(weight: Any, thresholds: Sequence[float] | None, name: str
 
 
 def _quantile_grid(weight: Any, name: str, levels: int = 25) -> np.ndarray:
-    """Magnitudes that keep from all nonzero entries down to about one per node, evenly in the logarithm of the share."""
+    """Magnitudes that keep from all nonzero entries down to about one per node, evenly in the log of the share."""
     m = magnitudes(weight, name)
     rows, cols = m.shape
     if rows * cols == 0:

@@ -7,7 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from crystallite.anneal import anneal, nulls, percolation_level
+from crystallite.annealing import nulls
+from crystallite.annealing.anneal import anneal
+from crystallite.annealing.neyman import percolation_level
 from crystallite.errors import InvalidMatrix, InvalidOption
 
 NULL = nulls.Uniform(0.1)
@@ -84,7 +86,7 @@ def test_nothing_is_read_before_it_is_needed(monkeypatch):
 
     for module in ("histogram", "columns"):
         monkeypatch.setattr(
-            f"crystallite.anneal.{module}.{'over_rows' if module == 'histogram' else '_on_threads'}", refuse
+            f"crystallite.annealing.{module}.{'over_rows' if module == 'histogram' else '_on_threads'}", refuse
         )
     w = np.random.default_rng(0).normal(size=(400, 400))
     for null in (NULL, "auto", "empirical"):

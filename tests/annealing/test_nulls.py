@@ -8,7 +8,7 @@ import torch
 from scipy import stats
 from torch import nn
 
-from crystallite.anneal import nulls
+from crystallite.annealing import nulls
 from crystallite.errors import CrystalliteError, InvalidMatrix, InvalidOption
 
 RNG = np.random.default_rng(0)

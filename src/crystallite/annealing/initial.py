@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from crystallite.anneal.distributions import Normal, Null, Orthogonal, Uniform
+from crystallite.annealing.distributions import Normal, Null, Orthogonal, Uniform
 from crystallite.errors import InvalidOption
 
 __all__ = [

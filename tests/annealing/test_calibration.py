@@ -5,7 +5,8 @@ import pytest
 import torch
 from torch import nn
 
-from crystallite.anneal import anneal, nulls
+from crystallite.annealing import nulls
+from crystallite.annealing.anneal import anneal
 
 SHAPE = (300, 400)
 MATRICES = 5

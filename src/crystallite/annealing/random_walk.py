@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from scipy import special
 
-from crystallite.anneal.columns import column_sums, relative_histogram
-from crystallite.anneal.distributions import Null
+from crystallite.annealing.columns import column_sums, relative_histogram
+from crystallite.annealing.distributions import Null
 from crystallite.arrays import Magnitudes, magnitudes
 from crystallite.errors import InvalidOption
 
@@ -94,7 +94,7 @@ def random_walk_test(w: Any, null: Null | None = None, method: str = "calibrated
 
     Two passes: column sums, one histogram. The histogram of the calibrated test reads at most ~2²² entries.
 
-    >>> from crystallite.anneal.distributions import Uniform
+    >>> from crystallite.annealing.distributions import Uniform
     >>> noise = np.random.default_rng(0).uniform(-1, 1, (256, 256))
     >>> noise[7, :5] = 40.0
     >>> walk = random_walk_test(noise, Uniform(1.0))
@@ -131,7 +131,7 @@ def relative_magnitude_cdf(null: Null, rows: int, u: np.ndarray) -> np.ndarray:
     With S the sum of the *other* magnitudes, u_ij ≤ u ⇔ |w_ij| ≤ u·S/(n − u): the entry is part of its own mean, which
     matters at n = 16. S is taken as gamma distributed with the exact mean and variance, at 64 quantiles.
 
-    >>> from crystallite.anneal.distributions import Uniform
+    >>> from crystallite.annealing.distributions import Uniform
     >>> relative_magnitude_cdf(Uniform(1.0), 10**6, np.array([0.0, 1.0, 1.9])).round(3).tolist()
     [0.0, 0.5, 0.95]
     """

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from crystallite.anneal import anneal, nulls
+from crystallite.annealing import nulls
+from crystallite.annealing.anneal import anneal
 
 MNIST = Path(__file__).parents[3] / "shared" / "data" / "mnist.npz"
 STEPS, BATCH, RATE, DECAY = 60, 32, 1e-3, 1.0

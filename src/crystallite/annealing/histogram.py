@@ -7,8 +7,8 @@ from functools import cached_property
 
 import numpy as np
 
-from crystallite.anneal import kernels
-from crystallite.anneal.distributions import Null
+from crystallite.annealing import kernels
+from crystallite.annealing.distributions import Null
 from crystallite.arrays import Magnitudes
 from crystallite.errors import InvalidMatrix
 from crystallite.parallel import over_rows, thread_count

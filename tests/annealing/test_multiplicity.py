@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from crystallite.anneal import anneal, nulls
-from crystallite.anneal.histogram import magnitude_histogram
+from crystallite.annealing import nulls
+from crystallite.annealing.anneal import anneal
+from crystallite.annealing.histogram import magnitude_histogram
 from crystallite.arrays import magnitudes
 from crystallite.errors import InvalidMatrix, InvalidOption
 

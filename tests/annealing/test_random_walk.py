@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch import nn
 
-from crystallite.anneal import nulls, random_walk_test
-from crystallite.anneal.random_walk import relative_magnitude_cdf
+from crystallite.annealing import nulls
+from crystallite.annealing.random_walk import random_walk_test, relative_magnitude_cdf
 from crystallite.errors import InvalidOption
 
 SIZES = [16, 64, 256, 1024, 4096]

@@ -1,13 +1,13 @@
 """Null models f0 of annealing: known initialisations, measured bulks, and the choice between them.
 
->>> from crystallite.anneal import nulls
+>>> from crystallite.annealing import nulls
 >>> round(nulls.Uniform(0.05).shrunk(0.94).threshold(0.01), 6)
 0.04653
 """
 
-from crystallite.anneal.distributions import Normal, Null, Orthogonal, TruncatedNormal, Uniform
-from crystallite.anneal.fitting import Empirical, Fit, FromInit, choose, fit
-from crystallite.anneal.initial import (
+from crystallite.annealing.distributions import Normal, Null, Orthogonal, TruncatedNormal, Uniform
+from crystallite.annealing.fitting import Empirical, Fit, FromInit, choose, fit
+from crystallite.annealing.initial import (
     candidates,
     for_module,
     kaiming_normal,

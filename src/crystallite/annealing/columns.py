@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+import functools
 
 import numpy as np
 
-from crystallite.anneal import kernels
-from crystallite.anneal.histogram import non_finite
+from crystallite.annealing import kernels
+from crystallite.annealing.histogram import non_finite
 from crystallite.arrays import Magnitudes
 from crystallite.errors import InvalidMatrix
-from crystallite.parallel import thread_count
+from crystallite.parallel import over_tasks, thread_count
 
-__all__ = ["column_sums", "patterns_at_least", "relative_histogram"]
+__all__ = ["column_sums", "relative_histogram"]
 
 _CHUNKS = 32  # fixed, not one per thread: the order of additions must not depend on the machine
 _ENTRIES_AT_ONCE = 1 << 20  # decoded together where the format has fewer than 32 bits
 _SAMPLE_RUN = 1 << 16
 
 Rows = tuple[int, int]
-Result = TypeVar("Result")
 
 
 def column_sums(matrix: Magnitudes, name: str = "matrix") -> np.ndarray:
@@ -42,7 +39,7 @@ def column_sums(matrix: Magnitudes, name: str = "matrix") -> np.ndarray:
                 kernels.add_column_magnitudes(_values(matrix, first, last), sums)
         return sums
 
-    parts = _on_threads(matrix, chunks, add)
+    parts = over_tasks(thread_count(matrix), chunks, add)
     if matrix.transposed:
         total = np.concatenate(parts) if parts else np.zeros(0)
     else:
@@ -78,33 +75,7 @@ def relative_histogram(matrix: Magnitudes, scales: np.ndarray, bins: int, limit:
             kernels.bin_by_column(_values(matrix, start, stop), scales, counts)
         return counts
 
-    return np.sum(_on_threads(matrix, starts, bin_run), axis=0) if starts else np.zeros(bins, np.int64)
-
-
-def patterns_at_least(matrix: Magnitudes, thresholds: np.ndarray) -> np.ndarray:
-    """`Magnitudes.pattern` for an array: the smallest pattern whose value is ≥ each threshold, exactly.
-
-    >>> from crystallite.arrays import magnitudes
-    >>> m = magnitudes(np.zeros((1, 1), np.float16))
-    >>> patterns_at_least(m, np.array([0.1, 1e9])).tolist() == [m.pattern(0.1), m.infinity]
-    True
-    """
-    if matrix.mask > 0xFFFF:
-        with np.errstate(over="ignore"):
-            rounded = thresholds.astype(f"f{np.dtype(matrix.storage).itemsize}")
-            rounded = np.where(rounded < thresholds, np.nextafter(rounded, np.inf, dtype=rounded.dtype), rounded)
-        return np.ascontiguousarray(rounded).view(matrix.storage)
-    finite = matrix.values(np.arange(matrix.infinity))
-    return np.searchsorted(finite, thresholds).astype(matrix.storage)
-
-
-def _on_threads(matrix: Magnitudes, tasks: Sequence, work: Callable[..., Result]) -> list[Result]:
-    """[work(task) for task in tasks], on as many threads as a pass over this matrix is worth."""
-    threads = thread_count(matrix)
-    if threads == 1 or len(tasks) < 2:
-        return [work(task) for task in tasks]
-    with ThreadPoolExecutor(threads, "crystallite") as pool:
-        return list(pool.map(work, tasks))
+    return np.sum(over_tasks(thread_count(matrix), starts, bin_run), axis=0) if starts else np.zeros(bins, np.int64)
 
 
 def _decodable(matrix: Magnitudes, rows: Rows) -> list[Rows]:
@@ -121,6 +92,16 @@ def _values(matrix: Magnitudes, start: int, stop: int) -> np.ndarray:
     if matrix.mask > 0xFFFF:
         return block.view(f"f{block.dtype.itemsize}")
     out = np.empty(block.shape, np.float32)
-    table = matrix.values(np.arange(matrix.mask + 1)).astype(np.float32)  # exact: no 16-bit number needs more
-    kernels.magnitudes_of(block, matrix.storage(matrix.mask), table, out)
+    if matrix.format == "bfloat16":  # the upper half of a float32
+        kernels.upper_halves(block, matrix.storage(matrix.mask), out.view(np.uint32))
+    else:
+        kernels.magnitudes_of(block, matrix.storage(matrix.mask), _decoding_table(matrix.format), out)
     return out
+
+
+@functools.cache
+def _decoding_table(format: str) -> np.ndarray:
+    """The number of every pattern of a format of at most 16 bits, exact in float32."""
+    m = Magnitudes(np.zeros((0, 0), np.uint8), format)
+    with np.errstate(invalid="ignore"):  # the patterns that are no numbers
+        return m.values(np.arange(m.mask + 1)).astype(np.float32)

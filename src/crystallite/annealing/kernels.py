@@ -19,9 +19,11 @@ __all__ = [
     "count_at_least",
     "count_at_least_by_column",
     "magnitudes_of",
+    "upper_halves",
 ]
 
 compiled = njit(nogil=True, cache=True)
+_STRIP = 1024  # columns
 
 
 @compiled
@@ -84,12 +86,36 @@ def magnitudes_of(bits, mask, table, out):
 
 
 @compiled
+def upper_halves(bits, mask, out):
+    """out = the 32-bit patterns whose upper halves the 16-bit patterns are, without their signs."""
+    for i in range(bits.shape[0]):
+        for j in range(bits.shape[1]):
+            out[i, j] = np.uint32(bits[i, j] & mask) << np.uint32(16)
+
+
+@compiled
 def add_column_magnitudes(values, sums):
-    """sums[j] += Σ_i |values[i, j]|."""
-    for i in range(values.shape[0]):
-        row = values[i]
-        for j in range(row.size):
-            sums[j] += abs(row[j])
+    """sums[j] += Σ_i |values[i, j]|.
+
+    Four rows are added in the precision of the values before they are added to the sums, which then cost a quarter of
+    the traffic; a strip of columns at a time, so that its sums stay in the nearest cache.
+    """
+    rows, cols = values.shape
+    whole = rows - rows % 4
+    for first in range(0, cols, _STRIP):
+        strip = sums[first : first + _STRIP]
+        width = strip.size
+        for i in range(0, whole, 4):
+            a = values[i, first : first + width]
+            b = values[i + 1, first : first + width]
+            c = values[i + 2, first : first + width]
+            d = values[i + 3, first : first + width]
+            for j in range(width):
+                strip[j] += (abs(a[j]) + abs(b[j])) + (abs(c[j]) + abs(d[j]))
+        for i in range(whole, rows):
+            row = values[i, first : first + width]
+            for j in range(width):
+                strip[j] += abs(row[j])
 
 
 @compiled

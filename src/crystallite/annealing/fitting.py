@@ -10,8 +10,8 @@ from typing import Any, Self
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from crystallite.anneal.distributions import Normal, Null, positive
-from crystallite.anneal.histogram import magnitude_histogram, non_finite
+from crystallite.annealing.distributions import Normal, Null, positive
+from crystallite.annealing.histogram import magnitude_histogram, non_finite
 from crystallite.arrays import Magnitudes, magnitudes
 from crystallite.errors import InvalidMatrix
 
@@ -99,7 +99,7 @@ def choose(w: Any, candidates: Iterable[Null], name: str = "matrix") -> Fit:
     entries equal), the candidate with the smallest KS.
 
     >>> w = np.random.default_rng(0).uniform(-0.1, 0.1, (100, 100))
-    >>> from crystallite.anneal.distributions import Uniform
+    >>> from crystallite.annealing.distributions import Uniform
     >>> choose(w, [Uniform(0.1), Normal(0.02)]).null, choose(w * 7, [Uniform(0.1)]).null
     (Uniform(±0.1), Empirical(0.5225))
     """

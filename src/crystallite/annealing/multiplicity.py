@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from crystallite.anneal.distributions import Null
-from crystallite.anneal.histogram import MagnitudeHistogram
+from crystallite.annealing.distributions import Null
+from crystallite.annealing.histogram import MagnitudeHistogram
 
 __all__ = ["benjamini_hochberg_level", "bonferroni_level", "holm_level"]
 

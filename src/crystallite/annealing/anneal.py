@@ -10,13 +10,12 @@ from typing import Any, overload
 import numpy as np
 import torch
 
-from crystallite.anneal.columns import patterns_at_least
-from crystallite.anneal.distributions import Null
-from crystallite.anneal.fitting import Empirical, Fit, choose, fit
-from crystallite.anneal.histogram import count_at_least
-from crystallite.anneal.initial import candidates, named_weights
-from crystallite.anneal.neyman import neyman_level, resolve_level
-from crystallite.anneal.random_walk import METHODS, RandomWalk, random_walk_test
+from crystallite.annealing.distributions import Null
+from crystallite.annealing.fitting import Empirical, Fit, choose, fit
+from crystallite.annealing.histogram import count_at_least
+from crystallite.annealing.initial import candidates, named_weights
+from crystallite.annealing.neyman import neyman_level, resolve_level
+from crystallite.annealing.random_walk import METHODS, RandomWalk, random_walk_test
 from crystallite.arrays import Magnitudes, magnitudes
 from crystallite.errors import InvalidMatrix, InvalidOption
 
@@ -58,7 +57,7 @@ class Annealing:
     @cached_property
     def pattern_threshold(self) -> int:
         """|w| ≥ threshold ⇔ the bit pattern of |w| ≥ this."""
-        return int(patterns_at_least(self.magnitudes, np.array([self.threshold]))[0])
+        return self.magnitudes.pattern(self.threshold)
 
     @cached_property
     def expected_false_edges(self) -> float:
@@ -106,7 +105,7 @@ class Annealing:
     def column_patterns(self) -> np.ndarray | None:
         """`column_thresholds` as bit patterns in the matrix's storage integer."""
         thresholds = self.column_thresholds
-        return None if thresholds is None else patterns_at_least(self.magnitudes, thresholds)
+        return None if thresholds is None else self.magnitudes.patterns(thresholds)
 
     @cached_property
     def kept(self) -> int:
@@ -131,8 +130,8 @@ class Annealing:
         walk = self.random_walk
         if walk is None:
             raise InvalidOption(f"{self.name}: there are no classes without the random-walk test")
-        upper = patterns_at_least(self.magnitudes, np.nextafter(walk.preference_above, np.inf))
-        lower = patterns_at_least(self.magnitudes, np.maximum(walk.suppression_below, 0.0))
+        upper = self.magnitudes.patterns(np.nextafter(walk.preference_above, np.inf))
+        lower = self.magnitudes.patterns(np.maximum(walk.suppression_below, 0.0))
 
         def classify(patterns: np.ndarray, columns: slice) -> np.ndarray:
             above = patterns >= self._limits(upper, columns)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
-from crystallite.anneal.distributions import Null
-from crystallite.anneal.histogram import magnitude_histogram
-from crystallite.anneal.multiplicity import benjamini_hochberg_level, bonferroni_level, holm_level
+from crystallite.annealing.distributions import Null
+from crystallite.annealing.histogram import magnitude_histogram
+from crystallite.annealing.multiplicity import benjamini_hochberg_level, bonferroni_level, holm_level
 from crystallite.arrays import Magnitudes
 from crystallite.errors import InvalidOption
 
