@@ -2,9 +2,9 @@
 
 import sys
 
-from benchmarks import decompose
+from benchmarks import anneal, decompose
 
-PARTS = {"decompose": decompose.main}
+PARTS = {"decompose": decompose.main, "anneal": anneal.main}
 
 names = sys.argv[1:] or list(PARTS)
 unknown = [n for n in names if n not in PARTS]

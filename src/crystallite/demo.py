@@ -123,12 +123,17 @@ def _scrambled_halves(x: torch.Tensor, y: torch.Tensor) -> nn.Sequential:
     orders = [torch.arange(128), torch.randperm(128), torch.randperm(128), torch.arange(20)]
     with torch.no_grad():
         for depth, position in enumerate((0, 2, 4)):
-            first, second, target = (m.get_submodule(str(position)) for m in (*halves, joint))
-            assert isinstance(first, nn.Linear) and isinstance(second, nn.Linear) and isinstance(target, nn.Linear)
+            first, second, target = (_linear(m, position) for m in (*halves, joint))
             rows, cols = orders[depth + 1], orders[depth]
             target.weight.copy_(torch.block_diag(first.weight, second.weight)[rows][:, cols])
             target.bias.copy_(torch.cat([first.bias, second.bias])[rows])
     return joint
+
+
+def _linear(model: nn.Sequential, position: int) -> nn.Linear:
+    layer = model[position]
+    assert isinstance(layer, nn.Linear)
+    return layer
 
 
 def _rebuilt(model: nn.Sequential, x: torch.Tensor) -> tuple[float, float]:

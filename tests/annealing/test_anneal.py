@@ -84,10 +84,8 @@ def test_nothing_is_read_before_it_is_needed(monkeypatch):
     def refuse(*_):
         raise AssertionError("the matrix was read")
 
-    for module in ("histogram", "columns"):
-        monkeypatch.setattr(
-            f"crystallite.annealing.{module}.{'over_rows' if module == 'histogram' else '_on_threads'}", refuse
-        )
+    monkeypatch.setattr("crystallite.annealing.histogram.over_rows", refuse)
+    monkeypatch.setattr("crystallite.annealing.columns.over_tasks", refuse)
     w = np.random.default_rng(0).normal(size=(400, 400))
     for null in (NULL, "auto", "empirical"):
         for correction in (None, "bonferroni"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
@@ -62,19 +63,19 @@ class Analysis:
 
     def table(self, width: int = 100) -> str:
         """The rows as text, no line longer than `width`."""
-        head = ["matrix", "shape", "null", "KS", "kept", "blocks", "largest", "dormant", "finding"]
-        cells = [head]
+        cells = [["matrix", "shape", "null", "KS", "kept", "blocks", "largest", "dormant", "finding"]]
         for row in self.rows:
             shape = f"{row.rows}×{row.cols}" + (f"·{row.matrices}" if row.matrices > 1 else "")
-            null = row.null.partition(",")[0].removesuffix(")") + ")" if "(" in row.null else row.null
             dormant = f"{row.dormant_rows}+{row.dormant_cols}"
             kept, largest = _percent(row.kept_share), _percent(row.largest_share)
+            null = _short(row.null)
             cells.append(
                 [row.name, shape, null, f"{row.null_fit:.2f}", kept, str(row.n_blocks), largest, dormant, row.finding]
             )
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        excess = sum(widths) + 2 * (len(widths) - 1) - width
-        widths[0] = max(12, widths[0] - max(0, excess))
+        widths = _widths(cells, width)
+        if sum(widths) + 2 * (len(widths) - 1) > width:  # a narrow terminal: do without the null
+            cells = [[*row[:2], *row[4:]] for row in cells]
+            widths = _widths(cells, width)
         return "\n".join(_line(row, widths) for row in cells)
 
     def __repr__(self) -> str:
@@ -186,7 +187,11 @@ class _Store:
 
     def _read(self) -> None:
         assert self._path is not None
-        for line in self._path.read_text().splitlines():
+        text = self._path.read_text()
+        if text and not text.endswith("\n"):
+            with self._path.open("a") as file:
+                file.write("\n")
+        for line in text.splitlines():
             try:
                 entry = json.loads(line)
                 row = MatrixAnalysis(**entry["row"])
@@ -207,6 +212,20 @@ class _Store:
 
 def _percent(share: float) -> str:
     return f"{share:.2%}" if 0 < share < 0.1 else f"{share:.0%}"
+
+
+def _short(null: str) -> str:
+    """Family and scale of a null: "Empirical(0.08897, mean …)" → "empirical .089"."""
+    family, _, numbers = null.partition("(")
+    scale = re.search(r"[\d.]+(e-?\d+)?", numbers)
+    return f"{family.lower()} {float(scale[0]):.2g}".replace(" 0.", " .") if scale else family.lower()
+
+
+def _widths(cells: list[list[str]], width: int) -> list[int]:
+    """Column widths; the names give way, down to twelve characters."""
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    excess = sum(widths) + 2 * (len(widths) - 1) - width
+    return [max(12, widths[0] - max(0, excess)), *widths[1:]]
 
 
 def _line(cells: list[str], widths: list[int]) -> str:

@@ -96,7 +96,7 @@ def _heaviest(matrix: Magnitudes, name: str) -> Edges:
     """All entries above a threshold that leaves a few per neuron."""
     wanted = _HEAVY_PER_NODE * sum(matrix.shape)
     threads = thread_count(matrix)
-    capacity = 4 * wanted // threads + 1024
+    capacity = 2 * wanted // threads + 1024
     threshold = _sampled_threshold(matrix, wanted)
     while True:
         counts, edges = _collect(matrix, threshold, threads, capacity, name)

@@ -61,9 +61,10 @@ class BorderedStructure:
         rows, cols = self.structure.shape
         if not self.separates:
             return f"BorderedStructure({rows}×{cols}: no small set of hubs separates it)"
-        without = f"{len(self.hub_rows)} rows and {len(self.hub_cols)} columns"
+        r, c = len(self.hub_rows), len(self.hub_cols)
+        border = f"border of {r} row{'s' * (r != 1)} and {c} column{'s' * (c != 1)}"
         inner = f"{self.structure.n_blocks} blocks, largest {self.structure.largest_share:.0%} of the neurons"
-        return f"BorderedStructure({rows}×{cols}: without {without} {inner})"
+        return f"BorderedStructure({rows}×{cols}: {border}, {inner})"
 
 
 def hubs(
@@ -85,7 +86,7 @@ def hubs(
 
     >>> w = np.zeros((7, 6)); w[:3, :3] = w[3:6, 3:] = 1; w[6] = 1
     >>> hubs(w)
-    BorderedStructure(7×6: without 1 rows and 0 columns 2 blocks, largest 46% of the neurons)
+    BorderedStructure(7×6: border of 1 row and 0 columns, 2 blocks, largest 46% of the neurons)
     """
     if not 0 < largest_share <= 1:
         raise InvalidOption(f"largest_share must lie in (0, 1], got {largest_share!r}")

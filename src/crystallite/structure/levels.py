@@ -212,9 +212,10 @@ def _profile(sizes: tuple[int, ...], first: np.ndarray, second: np.ndarray, weig
     keep = kruskal(first, second, np.arange(sum(sizes), dtype=np.int32))
     first, second, weights = first[keep], second[keep], weights[keep]
     group = np.repeat(np.arange(len(sizes)), sizes)
-    history = _history(first, second, group, np.array(sizes))
+    n_blocks, largest, squares, dormant = _history(first, second, group, np.array(sizes))
     last = np.append(weights[1:] != weights[:-1], True)[: len(weights)]  # the last edge of each distinct weight
-    return LevelProfile(sizes, weights[last], *(values[last] for values in history), first, second, weights)
+    levels = (weights[last], n_blocks[last], largest[last], squares[last], dormant[last])
+    return LevelProfile(sizes, *levels, first, second, weights)
 
 
 @compiled

@@ -1,0 +1,85 @@
+"""The layers of a checkpoint spread over a Ray cluster, one task each."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from crystallite.analysis.matrix import MatrixAnalysis, Options, analyze_layer
+from crystallite.errors import CrystalliteError, InvalidOption
+from crystallite.weights.checkpoint import open_checkpoint
+from crystallite.weights.layers import recognise
+
+__all__ = ["analyze_layers"]
+
+_CPUS_PER_TASK = 1  # layers are plenty, and one that fills a CPU waits for no other
+
+
+def analyze_layers(source: str, names: list[str], options: Options) -> Iterator[MatrixAnalysis]:
+    """The records of the named layers, as they are finished; of several that fail, the error of the first in order.
+
+    Uses the cluster this process is connected to, else the one that `RAY_ADDRESS` names or that runs on this machine,
+    else starts one on this machine for the time of the call. Ray listens on every network interface and runs what it
+    is sent: keep clusters on a private network, with token authentication.
+
+    Every node must see the same checkpoint under the same path; each task opens it and maps the one tensor it needs.
+    """
+    with _connected() as ray:
+        task = ray.remote(num_cpus=_CPUS_PER_TASK)(_analyze_named_layer)
+        waiting = [task.remote(os.path.abspath(source), name, options) for name in names]
+        order = {reference: i for i, reference in enumerate(waiting)}
+        failure: tuple[int, BaseException] | None = None
+        try:
+            while waiting:
+                (done,), waiting = ray.wait(waiting)
+                try:
+                    yield ray.get(done)
+                except ray.exceptions.RayTaskError as error:
+                    # What stands before it would have come first without Ray, and may fail as well.
+                    failure = order[done], _cause(error)
+                    _cancel(ray, [other for other in waiting if order[other] > order[done]])
+                    waiting = [other for other in waiting if order[other] < order[done]]
+        finally:
+            _cancel(ray, waiting)
+        if failure is not None:
+            raise failure[1]
+
+
+def _analyze_named_layer(source: str, name: str, options: Options) -> MatrixAnalysis:
+    """Runs on a node of the cluster."""
+    torch.set_num_threads(_CPUS_PER_TASK)
+    with open_checkpoint(source) as checkpoint:
+        layer = next(layer for layer in recognise(checkpoint) if layer.name == name)
+        return analyze_layer(checkpoint, layer, options)
+
+
+def _cause(error: Any) -> BaseException:
+    """Our own error as the task raised it; anything else with the remote traceback that Ray adds."""
+    return error.cause if isinstance(error.cause, CrystalliteError) else error
+
+
+def _cancel(ray: Any, references: list[Any]) -> None:
+    for reference in references:
+        ray.cancel(reference)
+
+
+@contextmanager
+def _connected() -> Iterator[Any]:
+    """The `ray` module, connected; what was started here is stopped here."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    try:
+        import ray
+    except ImportError:
+        raise InvalidOption("engine=\"ray\" needs Ray: pip install 'crystallite[ray]'") from None
+    if ray.is_initialized():
+        yield ray
+        return
+    ray.init(include_dashboard=False, log_to_driver=False, configure_logging=False)
+    try:
+        yield ray
+    finally:
+        ray.shutdown()
