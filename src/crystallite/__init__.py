@@ -5,6 +5,7 @@ from crystallite.annealing import nulls
 from crystallite.annealing.anneal import Annealing, anneal
 from crystallite.errors import CheckpointError, CrystalliteError, InvalidMap, InvalidMatrix, InvalidOption
 from crystallite.maps import Embedding, Permutation, Projection
+from crystallite.operators.linear import BlockLinear
 from crystallite.structure.bipartite import BipartiteStructure
 from crystallite.structure.decompose import decompose
 from crystallite.structure.directed import DirectedStructure
@@ -16,6 +17,7 @@ __all__ = [
     "Analysis",
     "Annealing",
     "BipartiteStructure",
+    "BlockLinear",
     "BorderedStructure",
     "CheckpointError",
     "CrystalliteError",

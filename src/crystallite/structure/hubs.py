@@ -79,8 +79,9 @@ def hubs(
 
     Finding the smallest such set is NP-hard. Greedy: as long as the largest block is too large, set aside the neuron
     whose removal splits it best (an articulation point that cuts off a tenth or more), or else the one with the most
-    edges left; at the end every hub that is not needed after all goes back. max_hubs (default: 1 % of the neurons, at
-    least 4) bounds the search; noise with no structure needs far more, and the result then says so.
+    edges left; at the end every hub that is not needed after all goes back. max_hubs (default: 1 % of the neurons or
+    5 % of the shorter side, whichever is less, at least 4) bounds the search; noise with no structure needs far more,
+    and the result then says so.
 
     O(max_hubs · edges) work, two bits per entry of memory.
 
@@ -99,7 +100,7 @@ def hubs(
     words = packed(m, edge_patterns(m, threshold), name)
     transposed = _transposed(words, cols)
     limit = int(largest_share * (rows + cols))
-    most = max(4, (rows + cols) // 100) if max_hubs is None else max_hubs
+    most = max(4, min((rows + cols) // 100, min(rows, cols) // 20)) if max_hubs is None else max_hubs
     removed, separates = _separate(words, transposed, rows, cols, limit, most)
     hub_rows, hub_cols = np.flatnonzero(removed[:rows]), np.flatnonzero(removed[rows:])
     if not separates:

@@ -1,0 +1,159 @@
+"""BlockLinear against the masked dense layer: before, after, undone, saved and reloaded, compiled and exported."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as npst
+from torch import nn
+
+import crystallite as cx
+from tests.operators.tolerance import assert_close
+
+STRUCTURES = ["equal", "ragged", "one block", "dormant", "empty", "singletons", "wide and tall"]
+
+
+def planted(kind, rows=60, cols=84, seed=0):
+    """A masked weight whose blocks are of the given kind, neurons shuffled."""
+    rng = np.random.default_rng(seed)
+    some = [np.where(rng.random(n) < 0.3, dead, np.arange(n) % 3) for n, dead in ((rows, -1), (cols, -2))]
+    labels = {
+        "equal": (np.arange(rows) % 4, np.arange(cols) % 4),
+        "ragged": (np.minimum(rng.geometric(0.3, rows), 7), np.minimum(rng.geometric(0.3, cols), 7)),
+        "one block": (np.zeros(rows), np.zeros(cols)),
+        "dormant": some,
+        "empty": (np.full(rows, -1), np.full(cols, -2)),
+        "singletons": (np.arange(rows), np.arange(cols)),
+        "wide and tall": (np.repeat([0, 1], [rows - 5, 5]), np.repeat([0, 1], [5, cols - 5])),
+    }  # fmt: skip
+    row, col = labels[kind]
+    row, col = rng.permutation(row), rng.permutation(col)
+    return torch.from_numpy(rng.standard_normal((rows, cols)) * (row[:, None] == col))
+
+
+def pair(kind, dtype=torch.float32, bias=True):
+    weight = planted(kind).to(dtype)
+    dense = nn.Linear(weight.shape[1], weight.shape[0], bias, dtype=dtype)
+    with torch.no_grad():
+        dense.weight.copy_(weight)
+    return dense, cx.BlockLinear.from_dense(dense.weight, dense.bias, cx.decompose(weight))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", STRUCTURES)
+@pytest.mark.parametrize("shape", [(84,), (1, 84), (16, 84), (3, 5, 84), (0, 84)])
+def test_same_outputs(kind, dtype, shape):
+    dense, blocks = pair(kind, dtype)
+    x = torch.randn(shape).to(dtype)
+    assert_close(blocks(x), dense(x))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("kind", [k for k in STRUCTURES if k != "empty"])
+def test_same_gradients(kind, bias):
+    dense, blocks = pair(kind, torch.float64, bias)
+    x = torch.randn(7, 84, dtype=torch.float64)
+    inputs = [x.clone().requires_grad_() for _ in range(2)]
+    for layer, xi in zip((dense, blocks), inputs, strict=True):
+        (layer(xi) ** 2).sum().backward()
+    assert_close(inputs[1].grad, inputs[0].grad)
+    if bias:
+        assert_close(blocks.bias.grad, dense.bias.grad)
+    inside = cx.decompose(dense.weight)
+    expected = torch.zeros_like(dense.weight)
+    for rows, cols in inside.blocks:
+        expected[np.ix_(rows, cols)] = dense.weight.grad[np.ix_(rows, cols)]
+    for parameter in blocks.weights:
+        parameter.data = parameter.grad
+    assert_close(blocks.weight.detach(), expected)
+
+
+@pytest.mark.parametrize("kind", STRUCTURES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_undone_bit_for_bit(kind, dtype):
+    dense, blocks = pair(kind, dtype)
+    restored = blocks.to_dense()
+    assert torch.equal(restored.weight, dense.weight)
+    assert torch.equal(restored.bias, dense.bias)
+    assert restored.weight.dtype == dtype
+
+
+@given(
+    npst.arrays(
+        np.float64,
+        st.tuples(st.integers(1, 9), st.integers(1, 9)),
+        elements=st.sampled_from([0.0, 0.0, 0.0, 1.5, -2.0]),
+    )
+)
+@settings(deadline=None, max_examples=100)
+def test_any_structure(w):
+    weight = torch.from_numpy(w)
+    layer = cx.BlockLinear.from_dense(weight, None, cx.decompose(w))
+    assert torch.equal(layer.to_dense().weight, weight)
+    x = torch.arange(2.0 * w.shape[1], dtype=torch.float64).view(2, -1)
+    assert torch.allclose(layer(x), x @ weight.T, rtol=0, atol=1e-12)
+    assert layer.macs == cx.decompose(w).macs
+
+
+def test_state_dict_deepcopy_and_casts():
+    dense, blocks = pair("ragged")
+    x = torch.randn(5, 84)
+    other = pair("ragged")[1]
+    other.load_state_dict(blocks.state_dict())
+    assert torch.equal(other(x), blocks(x))
+    assert torch.equal(copy.deepcopy(blocks)(x), blocks(x))
+    assert_close(blocks.double()(x.double()), dense.double()(x.double()))
+    assert blocks.columns.dtype == torch.int64
+
+
+def test_attributes_of_a_linear_layer():
+    dense, blocks = pair("dormant")
+    assert (blocks.in_features, blocks.out_features) == (dense.in_features, dense.out_features)
+    assert torch.equal(blocks.weight, dense.weight)
+    assert torch.equal(blocks.bias, dense.bias)
+
+
+def test_memory_is_the_blocks_and_two_tables():
+    _dense, blocks = pair("equal")
+    held = sum(t.numel() for t in [*blocks.parameters(), *blocks.buffers()])
+    assert held == 60 * 84 // 4 + 60 + (60 + 84)
+
+
+@pytest.mark.parametrize("kind", ["equal", "ragged", "dormant"])
+def test_exported(kind):
+    _dense, blocks = pair(kind)
+    x = torch.randn(4, 84)
+    exported = torch.export.export(blocks, (x,))
+    assert_close(exported.module()(x), blocks(x))
+
+
+def test_training_stays_inside_the_blocks():
+    _dense, blocks = pair("dormant")
+    before = cx.decompose(blocks.weight)
+    optimizer = torch.optim.Adam(blocks.parameters(), 0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        blocks(torch.randn(8, 84)).square().sum().backward()
+        optimizer.step()
+    assert cx.decompose(blocks.weight) == before
+
+
+def test_dormant_outputs_emit_their_bias():
+    dense, blocks = pair("empty")
+    assert torch.equal(blocks(torch.randn(3, 84)), dense.bias.expand(3, -1))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: cx.BlockLinear.from_dense(torch.ones(2, 3), None, cx.decompose(np.ones((3, 3)))), "weight: expected"),
+        (lambda: cx.BlockLinear.from_dense(torch.eye(3), torch.ones(2), cx.decompose(np.eye(3))), "bias: expected"),
+        (lambda: pair("equal")[1](torch.ones(2, 83)), "84 input features"),
+    ],
+)
+def test_bad_input(make, message):
+    with pytest.raises(cx.InvalidMatrix, match=message):
+        make()
