@@ -5,7 +5,10 @@ from crystallite.annealing import nulls
 from crystallite.annealing.anneal import Annealing, anneal
 from crystallite.errors import CheckpointError, CrystalliteError, InvalidMap, InvalidMatrix, InvalidOption
 from crystallite.maps import Embedding, Permutation, Projection
+from crystallite.operators.chain import BlockChain
 from crystallite.operators.linear import BlockLinear
+from crystallite.reorganization.rewrite import reorganize
+from crystallite.reorganization.summary import summary
 from crystallite.structure.bipartite import BipartiteStructure
 from crystallite.structure.decompose import decompose
 from crystallite.structure.directed import DirectedStructure
@@ -17,6 +20,7 @@ __all__ = [
     "Analysis",
     "Annealing",
     "BipartiteStructure",
+    "BlockChain",
     "BlockLinear",
     "BorderedStructure",
     "CheckpointError",
@@ -38,4 +42,6 @@ __all__ = [
     "hubs",
     "level_profile",
     "nulls",
+    "reorganize",
+    "summary",
 ]

@@ -76,9 +76,9 @@ class BlockLinear(nn.Module):
         rows = _joined([rows for rows, _ in blocks])
         outputs = torch.full((structure.shape[0],), len(rows))
         outputs[rows] = torch.arange(len(rows))
-        placed = (t.to(weight.device) for t in (columns, outputs))
+        columns, outputs = columns.to(weight.device), outputs.to(weight.device)
         kept_bias = None if bias is None else bias.detach().clone()
-        return cls(structure.shape[1], structure.shape[0], weights, *placed, kept_bias)
+        return cls(structure.shape[1], structure.shape[0], weights, columns, outputs, kept_bias)
 
     @property
     def n_blocks(self) -> int:

@@ -10,12 +10,13 @@ import numpy as np
 
 from crystallite.arrays import magnitudes
 from crystallite.errors import InvalidMatrix, InvalidOption
+from crystallite.parallel import compiled
 from crystallite.structure.bipartite import BipartiteStructure
 from crystallite.structure.decompose import decompose
 from crystallite.structure.forest import kruskal, roots, spanning_forest
-from crystallite.structure.kernels import compiled, find
+from crystallite.structure.kernels import find
 
-__all__ = ["DirectedProfile", "Level", "LevelProfile", "level_profile"]
+__all__ = ["DirectedProfile", "Level", "LevelProfile", "chain_labels", "level_profile"]
 
 
 class Level(NamedTuple):
@@ -63,7 +64,7 @@ class LevelProfile:
         return (sum(self.group_sizes) - self.dormant.sum(1)) ** 2 / self.squares
 
     def at(self, threshold: float) -> Level:
-        """The counts at any threshold ≥ 0, O(log levels).
+        """The counts at any threshold ≥ 0, O(log levels). Zeros are no edges, also at 0.
 
         >>> level_profile(np.array([[3.0, 0.0, 1.0], [0.0, 2.0, 0.0]])).at(1.5)
         Level(threshold=1.5, n_blocks=2, largest_share=0.4, dormant=(1, 0))
@@ -87,7 +88,10 @@ class LevelProfile:
         return np.split(label, np.cumsum(self.group_sizes)[:-1])
 
     def structure(self, threshold: float) -> BipartiteStructure:
-        """The blocks at a threshold, as `decompose` would find them, without reading the matrix again."""
+        """The blocks at a threshold > 0, as `decompose` would find them, without reading the matrix again.
+
+        At 0 those of the nonzero entries, which is `decompose` without a threshold.
+        """
         if len(self.group_sizes) != 2:
             raise InvalidOption(
                 f"a chain of {len(self.group_sizes) - 1} matrices has no single structure; use labels()"
@@ -110,7 +114,7 @@ class LevelProfile:
     @staticmethod
     def _kept(descending: np.ndarray, threshold: float) -> int:
         """How many of the values are ≥ threshold."""
-        if not threshold >= 0:
+        if not (isinstance(threshold, (int, float, np.number)) and threshold >= 0):
             raise InvalidOption(f"threshold must be a number ≥ 0, got {threshold!r}")
         return len(descending) - int(np.searchsorted(descending[::-1], threshold, side="left"))
 
@@ -180,6 +184,8 @@ def level_profile(
     if kind not in ("bipartite", "directed"):
         raise InvalidOption(f'kind must be "bipartite" or "directed", got {kind!r}')
     if kind == "directed":
+        if scales is not None:
+            raise InvalidOption('scales are for a chain of matrices; kind="directed" takes one')
         return _directed_profile(weight, thresholds, name)
     if thresholds is not None:
         raise InvalidOption('thresholds are for kind="directed"; the bipartite profile covers every level')
@@ -204,6 +210,36 @@ def level_profile(
         weights.append(forest.weights / divisor)
         sizes.append(rows)
     return _profile(tuple(sizes), np.concatenate(first), np.concatenate(second), np.concatenate(weights))
+
+
+def chain_labels(weights: Sequence[Any], name: str = "layer") -> list[np.ndarray]:
+    """Component of every neuron of consecutive layers under their nonzero weights, one array per layer of neurons.
+
+    The inputs first; −1 is a neuron without an edge. W₁, W₂, … share neurons: the rows of one are the columns of the
+    next. One pass over each matrix.
+
+    >>> [labels.tolist() for labels in chain_labels([np.eye(2), np.array([[0.0, 1.0]])])]
+    [[0, 1], [0, 1], [1]]
+    """
+    sizes = [np.shape(weights[0])[1], *(np.shape(w)[0] for w in weights)]
+    offset = np.concatenate([[0], np.cumsum(sizes)])
+    first, second = [], []
+    for i, w in enumerate(weights):
+        if np.shape(w)[1] != sizes[i]:
+            raise InvalidMatrix(f"{name} {i}: expected {sizes[i]} columns, the rows before, got {np.shape(w)[1]}")
+        for rows, cols in decompose(w, name=f"{name} {i}").blocks:  # a star joins what a block joins
+            first += [np.full(len(rows) + len(cols), offset[i] + cols[0])]
+            second += [np.concatenate([offset[i] + cols, offset[i + 1] + rows])]
+    parent = np.arange(offset[-1], dtype=np.int32)
+    if first:
+        kruskal(np.concatenate(first).astype(np.int32), np.concatenate(second).astype(np.int32), parent)
+    label = roots(parent)
+    touched = np.zeros(offset[-1], bool)
+    if second:
+        touched[np.concatenate(second)] = True
+    result = np.full(offset[-1], -1)
+    result[touched] = np.unique(label[touched], return_inverse=True)[1]
+    return np.split(result, offset[1:-1])
 
 
 def _profile(sizes: tuple[int, ...], first: np.ndarray, second: np.ndarray, weights: np.ndarray) -> LevelProfile:

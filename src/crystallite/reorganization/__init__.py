@@ -1,0 +1,1 @@
+"""From a model to the same model made of blocks."""

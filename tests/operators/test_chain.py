@@ -1,0 +1,118 @@
+"""BlockChain against the chain of dense layers it was cut from."""
+
+import copy
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import crystallite as cx
+from tests.operators.tolerance import assert_close
+
+
+def planted(sizes, groups, seed=0, dead=0.0, bias=True, dtype=torch.float64):
+    """Linear layers whose neurons fall into `groups` end to end, shuffled; a share of them without edges."""
+    rng = np.random.default_rng(seed)
+    labels = [
+        np.where(rng.random(n) < dead, -1 - i, rng.permutation(np.arange(n) % groups)) for i, n in enumerate(sizes)
+    ]
+    layers = []
+    for depth, (n, m) in enumerate(zip(sizes, sizes[1:], strict=False)):
+        layer = nn.Linear(n, m, bias, dtype=dtype)
+        with torch.no_grad():
+            layer.weight *= torch.from_numpy(labels[depth + 1][:, None] == labels[depth])
+        layers.append(layer)
+    return layers
+
+
+def dense(layers, activations):
+    stages = [layers[0]]
+    for activation, layer in zip(activations, layers[1:], strict=True):
+        stages += [activation, layer]
+    return nn.Sequential(*stages)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(
+    ("sizes", "groups", "dead"),
+    [
+        ((12, 24, 24, 8), 4, 0.0),
+        ((13, 25, 22, 9), 4, 0.0),
+        ((12, 30, 20), 3, 0.3),
+        ((10, 10), 2, 0.0),
+        ((6, 8, 4), 1, 0.0),
+    ],
+)
+def test_same_outputs(sizes, groups, dead, bias, dtype):
+    torch.manual_seed(0)
+    layers = planted(sizes, groups, dead=dead, bias=bias, dtype=dtype)
+    activations = [nn.GELU() for _ in layers[1:]]
+    whole = dense(layers, activations)
+    chain = cx.BlockChain.from_dense(layers, activations)
+    assert dead or chain.n_blocks == groups
+    for shape in [(sizes[0],), (1, sizes[0]), (7, sizes[0]), (2, 3, sizes[0]), (0, sizes[0])]:
+        x = torch.randn(shape).to(dtype)
+        assert_close(chain(x), whole(x))
+
+
+def test_same_gradients():
+    layers = planted((12, 24, 8), 4)
+    activations = [nn.Tanh()]
+    whole, chain = dense(layers, activations), cx.BlockChain.from_dense(layers, activations)
+    inputs = [torch.randn(5, 12, dtype=torch.float64).requires_grad_() for _ in range(2)]
+    inputs[1].data = inputs[0].data.clone()
+    for network, x in zip((whole, chain), inputs, strict=True):
+        network(x).square().sum().backward()
+    assert_close(inputs[1].grad, inputs[0].grad)
+    total = sum(p.grad.square().sum() for p in chain.parameters() if p.grad is not None)
+    expected = sum((p.grad * (p != 0)).square().sum() for p in whole.parameters())
+    assert torch.allclose(total, expected, rtol=1e-10)
+
+
+def test_subnetworks_run_alone_and_join():
+    layers = planted((15, 30, 12), 3, dead=0.2)
+    activations = [nn.ReLU()]
+    whole, chain = dense(layers, activations), cx.BlockChain.from_dense(layers, activations)
+    x = torch.randn(6, 15, dtype=torch.float64)
+    y = torch.full((6, 12), float("nan"), dtype=torch.float64)
+    for network, reads, writes in chain.subnetworks():
+        y[:, writes] = network(x[:, reads])
+    idle = torch.isnan(y[0])
+    y[:, idle] = chain.idle_bias
+    assert_close(y, whole(x))
+
+
+def test_constant_neurons_are_kept():
+    """A hidden neuron without inputs still emits σ(b), which the next layer may read."""
+    first, second = nn.Linear(2, 3), nn.Linear(3, 2)
+    with torch.no_grad():
+        first.weight.zero_()
+        first.weight[0, 0] = 1.0
+        second.weight.copy_(torch.tensor([[1.0, 0, 0], [0, 1.0, 1.0]]))
+        first.bias.copy_(torch.tensor([0.0, 2.0, 3.0]))
+    chain = cx.BlockChain.from_dense([first, second], [nn.ReLU()])
+    x = torch.randn(4, 2)
+    assert_close(chain(x), second(torch.relu(first(x))))
+
+
+def test_reload_and_copy():
+    layers = planted((12, 24, 8), 4, dtype=torch.float32)
+    chain = cx.BlockChain.from_dense(layers, [nn.ReLU()])
+    other = cx.BlockChain.from_dense(planted((12, 24, 8), 4, dtype=torch.float32), [nn.ReLU()])
+    other.load_state_dict(chain.state_dict())
+    x = torch.randn(3, 12)
+    assert torch.equal(other(x), chain(x))
+    assert torch.equal(copy.deepcopy(chain)(x), chain(x))
+    assert_close(torch.export.export(chain, (x,)).module()(x), chain(x))
+
+
+def test_bad_input():
+    with pytest.raises(cx.InvalidMatrix, match="expected 3 inputs, got 4"):
+        cx.BlockChain.from_dense([nn.Linear(2, 3), nn.Linear(4, 2)], [nn.ReLU()])
+    with pytest.raises(cx.InvalidMatrix, match="1 activations"):
+        cx.BlockChain.from_dense([nn.Linear(2, 3), nn.Linear(3, 2)], [])
+    with pytest.raises(cx.InvalidMatrix, match="2 input features"):
+        cx.BlockChain.from_dense([nn.Linear(2, 3)], [])(torch.ones(1, 3))
