@@ -3,6 +3,7 @@
 from crystallite.analysis import Analysis, MatrixAnalysis, analyze
 from crystallite.annealing import nulls
 from crystallite.annealing.anneal import Annealing, anneal
+from crystallite.artifact import load, load_block, save
 from crystallite.errors import CheckpointError, CrystalliteError, InvalidMap, InvalidMatrix, InvalidOption
 from crystallite.maps import Embedding, Permutation, Projection
 from crystallite.operators.chain import BlockChain
@@ -41,7 +42,10 @@ __all__ = [
     "decompose",
     "hubs",
     "level_profile",
+    "load",
+    "load_block",
     "nulls",
     "reorganize",
+    "save",
     "summary",
 ]

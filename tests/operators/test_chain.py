@@ -19,7 +19,7 @@ def planted(sizes, groups, seed=0, dead=0.0, bias=True, dtype=torch.float64):
         np.where(rng.random(n) < dead, -1 - i, rng.permutation(np.arange(n) % groups)) for i, n in enumerate(sizes)
     ]
     layers = []
-    for depth, (n, m) in enumerate(zip(sizes, sizes[1:], strict=False)):
+    for depth, (n, m) in enumerate(pairwise(sizes)):
         layer = nn.Linear(n, m, bias, dtype=dtype)
         with torch.no_grad():
             layer.weight *= torch.from_numpy(labels[depth + 1][:, None] == labels[depth])

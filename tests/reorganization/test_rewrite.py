@@ -1,4 +1,4 @@
-"""Whole models: annealed, decomposed, swapped; equal to the model with the annealed weights, reported layer by layer."""
+"""Whole models: annealed, decomposed, swapped; equal to the model with the annealed weights, and reported."""
 
 import pytest
 import torch

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from crystallite.errors import InvalidMatrix
 from crystallite.structure.levels import chain_labels
 
-__all__ = ["ELEMENTWISE", "BlockChain"]
+__all__ = ["ELEMENTWISE", "BlockChain", "SubnetworkGroup"]
 
 # What may stand between two layers without mixing neurons.
 ELEMENTWISE = (
@@ -77,7 +77,8 @@ class BlockChain(nn.Module):
         members = [m for m in members if len(m[-1])]  # a subnetwork without an output computes nothing
         members.sort(key=lambda m: [len(part) for part in m], reverse=True)
         groups = [
-            _Group.cut(layers, list(equal)) for _shape, equal in groupby(members, key=lambda m: [len(p) for p in m])
+            SubnetworkGroup.cut(layers, list(equal))
+            for _shape, equal in groupby(members, key=lambda m: [len(p) for p in m])
         ]
         placed = _joined([m[-1] for m in members])
         idle = np.setdiff1d(np.arange(layers[-1].out_features), placed)
@@ -101,27 +102,27 @@ class BlockChain(nn.Module):
 
     @property
     def n_blocks(self) -> int:
-        return sum(group.count for group in self._groups)
+        return sum(group.count for group in self.subnetwork_groups)
 
     @property
     def macs(self) -> int:
         """Multiply-accumulates per input vector."""
-        return sum(w.numel() for group in self._groups for w in group.weights)
+        return sum(w.numel() for group in self.subnetwork_groups for w in group.weights)
 
     @property
     def dense_macs(self) -> int:
         return sum(a * b for a, b in pairwise(self.sizes))
 
     @property
-    def _groups(self) -> list[_Group]:
-        return [group for group in self.groups if isinstance(group, _Group)]
+    def subnetwork_groups(self) -> list[SubnetworkGroup]:
+        return [group for group in self.groups if isinstance(group, SubnetworkGroup)]
 
     def forward(self, x: Tensor) -> Tensor:
         if x.shape[-1] != self.in_features:
             raise InvalidMatrix(f"expected {self.in_features} input features, got shape {tuple(x.shape)}")
         flat = x.reshape(-1, self.in_features).index_select(1, self.inputs)
         parts, start = [], 0
-        for group in self._groups:
+        for group in self.subnetwork_groups:
             stop = start + group.count * group.in_features
             parts.append(group(flat[:, start:stop], self.activations))
             start = stop
@@ -138,7 +139,7 @@ class BlockChain(nn.Module):
         found = []
         written = torch.argsort(self.outputs)
         row = column = 0
-        for group in self._groups:
+        for group in self.subnetwork_groups:
             for i in range(group.count):
                 stages: list[nn.Module] = []
                 for depth, (weight, bias) in enumerate(zip(group.weights, group.biases, strict=True)):
@@ -160,7 +161,7 @@ class BlockChain(nn.Module):
         return f"BlockChain({sizes}, subnetworks={self.n_blocks}, {self.macs} of {self.dense_macs} multiply-adds)"
 
 
-class _Group(nn.Module):
+class SubnetworkGroup(nn.Module):
     """Subnetworks of equal sizes, their weights stacked layer by layer."""
 
     def __init__(self, weights: list[Tensor], biases: list[Tensor]) -> None:
@@ -169,7 +170,7 @@ class _Group(nn.Module):
         self.biases = nn.ParameterList(biases)  # (subnetworks, 1, outputs)
 
     @classmethod
-    def cut(cls, layers: Sequence[nn.Linear], members: list[list[np.ndarray]]) -> _Group:
+    def cut(cls, layers: Sequence[nn.Linear], members: list[list[np.ndarray]]) -> SubnetworkGroup:
         weights, biases = [], []
         for depth, layer in enumerate(layers):
             bias = layer.weight.new_zeros(layer.out_features) if layer.bias is None else layer.bias
