@@ -17,7 +17,10 @@ ORDER = [
     "structure",
     "annealing",
     "weights",
+    "operators",
     "analysis",
+    "reorganization",
+    "artifact",
     "demo",
     "cli",
 ]
