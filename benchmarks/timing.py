@@ -17,15 +17,20 @@ import torch
 RESULTS = Path(__file__).parent / "results"
 
 
-def interleaved(calls: dict[str, Callable[[], object]], repeats: int = 7, budget: float = 25.0) -> dict[str, float]:
-    """Best time of each call in seconds; the calls take turns, and slow ones stop after their share of the budget."""
+def interleaved(
+    calls: dict[str, Callable[[], object]], repeats: int = 7, budget: float = 25.0, pause: float = 0.01
+) -> dict[str, float]:
+    """Best time of each call in seconds; the calls take turns, and slow ones stop after their share of the budget.
+
+    pause: OpenMP threads of the call before spin for a while and would take a core from calls with other threads.
+    """
     best: dict[str, float] = {}
     spent = dict.fromkeys(calls, 0.0)
     for _ in range(repeats):
         for name, call in calls.items():
             if spent[name] > budget / len(calls):
                 continue
-            time.sleep(0.01)  # OpenMP threads of the call before spin for a while and would take a core from this one
+            time.sleep(pause)
             start = time.perf_counter()
             call()
             took = time.perf_counter() - start

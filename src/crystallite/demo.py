@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from pathlib import Path
 
@@ -14,7 +15,10 @@ from torch import nn
 from crystallite.analysis import analyze
 from crystallite.annealing import nulls
 from crystallite.annealing.anneal import anneal
+from crystallite.artifact import save
 from crystallite.errors import CrystalliteError
+from crystallite.reorganization.rewrite import reorganize
+from crystallite.reorganization.summary import summary
 from crystallite.structure.decompose import decompose
 from crystallite.structure.levels import level_profile
 
@@ -49,8 +53,15 @@ def run(out: Path) -> None:
         print(f"   layer {i}: {decompose(w)}")
     chain = level_profile(weights).at(float(min(w[w != 0].abs().min() for w in weights)))
     print(f"   inputs to outputs: {chain.n_blocks} blocks, the largest with {chain.largest_share:.0%} of the neurons")
-    difference, scale = _rebuilt(joint, pairs[1400:])
-    print(f"   rebuilt from its blocks, outputs differ by at most {difference:.1e} (largest output {scale:.1f})\n")
+    small = reorganize(joint, level=None)
+    with torch.no_grad():
+        expected = joint(pairs[1400:])
+        difference = float((small(pairs[1400:]) - expected).abs().max())
+    print(f"   reorganized: {next(small.children())}")
+    print(f"   its outputs differ by at most {difference:.1e} (largest output {float(expected.abs().max()):.1f})\n")
+    artifact = out / "two-digits"
+    shutil.rmtree(artifact, ignore_errors=True)
+    save(small, artifact)
     picture = out / "blocks.svg"
     picture.write_text(_picture(weights[0].numpy()))
 
@@ -58,13 +69,12 @@ def run(out: Path) -> None:
     read, ours = _timings(torch.randn(4096, 4096))
     print(f"   one read pass {read * 1e3:.1f} ms, decompose {ours * 1e3:.1f} ms, ratio {ours / read:.1f}\n")
 
-    blocks = [decompose(w) for w in weights]
-    dense_macs, block_macs = sum(w.numel() for w in weights), sum(s.macs for s in blocks)
+    dense_macs, block_macs = summary(small).macs
     print("                              before        after")
     print(f"   digits, test accuracy      {before:<13.1%} {after:.1%} (annealed, no repair)")
     print(f"   two digits, blocks         1             {chain.n_blocks}")
     print(f"   two digits, multiply-adds  {dense_macs:<13,} {block_macs:,}")
-    print(f"\nWritten: {out / 'analysis.json'}, {out / 'digits.safetensors'}, {picture}")
+    print(f"\nWritten: {out / 'analysis.json'}, {out / 'digits.safetensors'}, {artifact}, {picture}")
 
 
 def _digits() -> tuple[torch.Tensor, torch.Tensor]:
@@ -134,22 +144,6 @@ def _linear(model: nn.Sequential, position: int) -> nn.Linear:
     layer = model[position]
     assert isinstance(layer, nn.Linear)
     return layer
-
-
-def _rebuilt(model: nn.Sequential, x: torch.Tensor) -> tuple[float, float]:
-    """Permutation → sub-operators → inverse permutation in every layer, against the network as it was."""
-    with torch.no_grad():
-        expected, state = model(x), x
-        for layer in model:
-            if not isinstance(layer, nn.Linear):
-                state = layer(state)
-                continue
-            s = decompose(layer.weight)
-            result = layer.bias.repeat(len(x), 1)
-            for rows, cols in s.blocks:
-                result[:, rows] += state[:, cols] @ layer.weight[rows][:, cols].T
-            state = result
-    return float((state - expected).abs().max()), float(expected.abs().max())
 
 
 def _timings(w: torch.Tensor) -> tuple[float, float]:
