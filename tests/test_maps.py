@@ -113,6 +113,63 @@ def test_parallel_sub_operators_rebuild_the_product():
     assert np.allclose(s.P.inverse() @ y, w @ x, rtol=0, atol=1e-15)
 
 
+def as_matrix(map_):
+    """Any map as a 0/1 matrix, as an oracle only."""
+    columns = map_.size if isinstance(map_, (cx.Permutation, cx.Projection)) else len(map_)
+    return map_ @ np.eye(columns)
+
+
+MAPS = [
+    cx.Permutation([2, 0, 1]),
+    cx.Permutation([1, 2, 0]),
+    cx.Permutation([3, 1, 0, 2]),
+    cx.Projection([3, 0, 1], 4),
+    cx.Projection([1], 3),
+    cx.Embedding([3, 0, 1], 4),
+    cx.Embedding([2], 3),
+]
+
+
+@pytest.mark.parametrize("left", MAPS, ids=repr)
+@pytest.mark.parametrize("kind", KINDS)
+def test_transposes_and_maps_on_the_right_are_those_of_matrices(left, kind):
+    m = as_matrix(left)
+    tall, wide = (kind(np.random.default_rng(0).standard_normal(shape)) for shape in ((len(m), 2), (2, len(m))))
+    assert np.array_equal(np.asarray(left.T @ tall), m.T @ np.asarray(tall))
+    assert np.array_equal(np.asarray(wide @ left), np.asarray(wide) @ m)
+
+
+@pytest.mark.parametrize("left", MAPS, ids=repr)
+@pytest.mark.parametrize("right", MAPS, ids=repr)
+def test_every_composition_that_exists_is_the_product(left, right):
+    a, b = as_matrix(left), as_matrix(right)
+    if {type(left), type(right)} == {cx.Projection, cx.Embedding}:
+        with pytest.raises(TypeError):  # neither a projection nor an embedding
+            left @ right
+    elif a.shape[1] != b.shape[0]:
+        with pytest.raises(cx.InvalidMap, match="cannot compose"):
+            left @ right
+    else:
+        assert np.array_equal(as_matrix(left @ right), a @ b)
+
+
+def test_a_structure_is_undone_with_transposes():
+    w = np.random.default_rng(0).standard_normal((5, 7)) * (np.arange(5)[:, None] % 2 == np.arange(7) % 2)
+    s = cx.decompose(w)
+    assert np.array_equal(s.P.T @ (s.P @ w @ s.Q.T) @ s.Q, w)
+
+
+def test_a_map_that_keeps_nothing_is_still_a_map():
+    m, nothing = np.ones((4, 4)), cx.Projection([], 4)
+    assert cx.Projection([0, 1], 4).submatrix(m, nothing).shape == (2, 0)
+    assert np.array_equal(cx.Embedding([0], 4).fill(m.copy(), np.zeros((1, 0)), nothing.inverse()), m)
+
+
+def test_tables_name_their_columns():
+    with pytest.raises(cx.InvalidOption, match="no column 'x'; the table has new, old"):
+        cx.Permutation([0]).table()["x"]
+
+
 def test_tables_own_their_memory():
     source = np.array([1, 0])
     p = cx.Permutation(source)

@@ -42,6 +42,7 @@ _FORMATS = {
     **{f"uint{b}": _Format(np.dtype(f"u{b // 8}").type, (1 << b) - 1, 1 << b, None) for b in (8, 16, 32, 64)},
     **{f"int{b}": _Format(np.dtype(f"u{b // 8}").type, (1 << b) - 1, 1 << b, None) for b in (8, 16, 32, 64)},
 }
+_ACCEPTED = "float64, 32, 16, bfloat16, float8_e4m3fn or e5m2, integers or booleans"
 _TORCH_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -98,6 +99,7 @@ class Magnitudes:
     def patterns(self, thresholds: np.ndarray) -> np.ndarray:
         """`pattern` of each threshold: rounded to the format, and one step up where that fell short. Vectorised."""
         fmt = _FORMATS[self.format]
+        thresholds = np.abs(thresholds)  # −0 is 0 too
         if fmt.torch_dtype is None:
             if thresholds.max(initial=0) > fmt.mask:
                 raise InvalidOption(f"threshold {thresholds.max():g} is above every value of {self.format}")
@@ -135,6 +137,8 @@ def as_matrix(matrix: Any, name: str = "matrix") -> np.ndarray | torch.Tensor:
     if isinstance(matrix, torch.Tensor):
         if matrix.layout != torch.strided:
             raise InvalidMatrix(f"{name}: expected a dense tensor, got layout {matrix.layout}; call .to_dense() first")
+        if matrix.is_meta:
+            raise InvalidMatrix(f"{name}: expected numbers, got a tensor on the meta device")
         result: np.ndarray | torch.Tensor = matrix.detach()
     else:
         try:
@@ -143,10 +147,13 @@ def as_matrix(matrix: Any, name: str = "matrix") -> np.ndarray | torch.Tensor:
             raise InvalidMatrix(f"{name}: expected a rectangular 2-D array, got {error}") from None
         if isinstance(result, np.ma.MaskedArray):
             raise InvalidMatrix(f"{name}: masked arrays are ambiguous here; fill the masked entries first")
+    if result.ndim == 0:
+        hint = "; call .toarray() first" if hasattr(matrix, "toarray") else ""
+        raise InvalidMatrix(f"{name}: expected a 2-D matrix, got {type(matrix).__name__}{hint}")
     if result.ndim != 2:
         raise InvalidMatrix(f"{name}: expected a 2-D matrix, got {result.ndim}-D of shape {tuple(result.shape)}")
     if _format_of(result) not in _FORMATS:
-        raise InvalidMatrix(f"{name}: expected real numbers or booleans, got dtype {result.dtype}")
+        raise InvalidMatrix(f"{name}: expected real numbers of {_ACCEPTED}, got dtype {result.dtype}")
     return result
 
 

@@ -29,11 +29,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         return options.run(options)
-    except (CrystalliteError, OSError) as error:
-        print(f"crystallite: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1
     except BrokenPipeError:  # the reader of our output has left
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except (CrystalliteError, OSError) as error:
+        print(f"crystallite: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("crystallite: interrupted", file=sys.stderr)
@@ -65,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     analyze.add_argument("--correction", choices=["bonferroni", "holm", "bh"], help="for testing many weights at once")
     analyze.add_argument("--rule", choices=["both", "neyman"], default="both", help="tests a kept weight must pass")
     analyze.add_argument("--random-walk", choices=["calibrated", "literal"], default="calibrated")
-    analyze.add_argument("--fast", action="store_true", help="blocks at the one level only: no profile, hubs, control")
+    analyze.add_argument("--fast", action="store_true", help="blocks at the one level only: no profile, no hubs")
     analyze.add_argument("--include", action="append", metavar="PATTERN", help="only layers whose name matches")
     analyze.add_argument("--exclude", action="append", metavar="PATTERN", help="not the layers whose name matches")
     analyze.add_argument("--resume", metavar="FILE", help="keep finished matrices here and go on after an interruption")

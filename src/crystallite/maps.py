@@ -52,6 +52,16 @@ class _IndexMap:
     def __len__(self) -> int:
         return len(self._index)
 
+    def __bool__(self) -> bool:
+        """A map is something also when it keeps nothing."""
+        return True
+
+    def __rmatmul__(self, array: Array) -> Array:
+        """AP for an array: as a matrix the inverse is the transpose, so this is A(P⁻¹)ᵀ."""
+        if not isinstance(array, (np.ndarray, torch.Tensor)):
+            return NotImplemented
+        return self.T.T.inverse().cols(array)
+
     def __eq__(self, other: object) -> bool:
         if type(self) is not type(other):
             return NotImplemented
@@ -90,10 +100,17 @@ class _Transposed:
     def __rmatmul__(self, array: Array) -> Array:
         return self.map.cols(array)
 
-    def __matmul__(self, other: object) -> _Transposed:
-        """QᵀPᵀ = (PQ)ᵀ."""
+    def __matmul__(self, other: Any) -> Any:
+        """QᵀPᵀ = (PQ)ᵀ, or PᵀA = P⁻¹A for an array.
+
+        >>> p, a = Permutation([2, 0, 1]), np.arange(9).reshape(3, 3)
+        >>> bool((p.T @ (p @ a @ p.T) @ p == a).all())
+        True
+        """
         if isinstance(other, _Transposed):
             return _Transposed(other.map @ self.map)
+        if isinstance(other, (np.ndarray, torch.Tensor)):
+            return self.map.inverse().rows(other)
         return NotImplemented
 
 
@@ -165,6 +182,10 @@ class Permutation(_Selection):
         if isinstance(other, Permutation):
             _check_sizes(self, other)
             return Permutation(other._index[self._index])
+        if isinstance(other, Projection):
+            if self.size != len(other):
+                raise InvalidMap(f"cannot compose maps of sizes {self.size} and {len(other)}")
+            return Projection(other._index[self._index], other.size)
         if isinstance(other, Embedding):  # new position i of the outer space holds old position source[i]
             _check_sizes(self, other)
             return Embedding(self.inverse()._index[other._index], self.size)
@@ -193,7 +214,7 @@ class Projection(_Selection):
 
     def submatrix(self, matrix: Array, columns: Projection | None = None) -> Array:
         """πAπᵀ, or πAρᵀ with another projection ρ for the columns, as a copy."""
-        return (columns or self).cols(self.rows(matrix))
+        return (self if columns is None else columns).cols(self.rows(matrix))
 
     def inverse(self) -> Embedding:
         """π⁻¹, the embedding that puts the kept positions back and zeros elsewhere."""
@@ -249,7 +270,7 @@ class Embedding(_IndexMap):
 
     def fill(self, matrix: Array, block: Array, columns: Embedding | None = None) -> Array:
         """γAγᵀ into an existing matrix, in place: the submatrix at (target, columns' target) becomes `block`."""
-        columns = columns or self
+        columns = self if columns is None else columns
         self._check_axis(matrix, 0, self.size)
         columns._check_axis(matrix, -1, columns.size)
         if tuple(block.shape) != (len(self), len(columns)):
@@ -263,11 +284,15 @@ class Embedding(_IndexMap):
         return Projection(self._index, self.size)
 
     def __matmul__(self, other: Any) -> Any:
-        """Composition with another embedding (first `other`, then this), or γA for an array."""
+        """Composition with another embedding or a permutation (first `other`, then this), or γA for an array."""
         if isinstance(other, Embedding):
             if len(self) != other.size:
                 raise InvalidMap(f"cannot compose maps of sizes {len(self)} and {other.size}")
             return Embedding(self._index[other._index], self.size)
+        if isinstance(other, Permutation):
+            if len(self) != other.size:
+                raise InvalidMap(f"cannot compose maps of sizes {len(self)} and {other.size}")
+            return Embedding(self._index[other.inverse()._index], self.size)
         if isinstance(other, (np.ndarray, torch.Tensor)):
             return self.rows(other)
         return NotImplemented

@@ -1,4 +1,4 @@
-"""Running a kernel over the rows of a matrix on as many threads as torch may use."""
+"""Compiling kernels, and running them over the rows of a matrix on as many threads as torch may use."""
 
 from __future__ import annotations
 
@@ -6,19 +6,32 @@ import functools
 import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from numba import njit
 
 from crystallite.arrays import Magnitudes
 
-__all__ = ["over_rows", "over_tasks", "thread_count"]
+__all__ = ["compiled", "over_rows", "over_tasks", "thread_count"]
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
 
 _BYTES_PER_THREAD = 8 << 20  # below this a thread costs more than it saves
+
+
+def compiled(function: Any) -> Any:
+    """The function as machine code that runs without the interpreter lock, kept on disk where some folder allows it.
+
+    numba refuses a cache it can write nowhere (read-only packages and no home, as in many containers); without one
+    each process compiles for itself.
+    """
+    try:
+        return njit(nogil=True, cache=True)(function)
+    except RuntimeError:
+        return njit(nogil=True)(function)
 
 
 def thread_count(matrix: Magnitudes) -> int:
@@ -69,4 +82,5 @@ def _workers() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(thread_name_prefix="crystallite")
 
 
-os.register_at_fork(after_in_child=_workers.cache_clear)  # threads do not survive a fork
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_workers.cache_clear)  # threads do not survive a fork

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from crystallite.errors import InvalidOption
+
 __all__ = ["Table"]
 
 
@@ -28,6 +30,8 @@ class Table:
     values: np.ndarray  # (rows, columns)
 
     def __getitem__(self, column: str) -> np.ndarray:
+        if column not in self.columns:
+            raise InvalidOption(f"no column {column!r}; the table has {', '.join(self.columns)}")
         return self.values[:, self.columns.index(column)]
 
     def __len__(self) -> int:

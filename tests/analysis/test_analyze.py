@@ -102,6 +102,39 @@ def test_recurrent_feedback_is_directed_over_all_gates():
     assert (row.n_scc, row.n_layers, row.n_components, row.largest_scc_share) == (2, 2, 1, 0.5)
 
 
+@pytest.mark.parametrize("kind", [nn.RNN, nn.GRU, nn.LSTM])
+def test_untrained_recurrent_layers_are_noise(kind):
+    """Input weights keep their gates stacked; what is drawn for them goes by the state size all the same."""
+    rows = cx.analyze(kind(64, 256)).rows
+    assert [(row.null, row.finding) for row in rows] == [("Uniform(±0.0625)", "noise")] * 2
+
+
+def test_the_config_of_a_module_is_heard_like_that_of_a_folder(tmp_path):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.dense = nn.Linear(200, 200)
+            nn.init.normal_(self.dense.weight, std=0.02)
+            self.config = type("Config", (), {"to_dict": lambda _: {"initializer_range": 0.02}})()
+
+    model = Model()
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text('{"initializer_range": 0.02}')
+    rows = cx.analyze(model).rows
+    assert rows[0].null == "Normal(0.02)"
+    assert rows == cx.analyze(tmp_path).rows
+
+
+def test_groups_of_a_convolution_have_inputs_of_their_own():
+    for groups in (1, 4, 32):
+        conv = nn.Conv2d(32, 64, 3, groups=groups)
+        with torch.no_grad():
+            conv.weight.fill_(1.0)
+        (row,) = cx.analyze(conv, null="init", rule="neyman").rows
+        assert (row.rows, row.cols, row.n_blocks) == (64, 32, groups)
+        assert row.finding == ("one block" if groups == 1 else "separate")
+
+
 def test_convolutions_are_seen_as_channels():
     conv = nn.Conv2d(32, 48, 3)
     with torch.no_grad():
@@ -115,8 +148,15 @@ def test_fast_stops_at_the_one_level():
     layer = planted_linear(np.random.default_rng(0))
     full, fast = (cx.analyze(layer, rule="neyman", fast=f).rows[0] for f in (False, True))
     assert fast.profile == []
-    assert fast.shuffled is fast.hubs is fast.best_split is None
+    assert fast.hubs is fast.best_split is None
     assert (fast.kept, fast.n_blocks, fast.threshold) == (full.kept, full.n_blocks, full.threshold)
+
+
+def test_fast_does_not_take_random_fragments_for_blocks():
+    w = torch.randn(300, 300)
+    full, fast = (cx.analyze({"w": w}, null="empirical", rule="neyman", level=0.0027, fast=f) for f in (False, True))
+    assert full.rows[0].finding == fast.rows[0].finding == "fragments"
+    assert "Exact" not in fast.verdict
 
 
 def test_profile_points_are_exact():
@@ -142,6 +182,9 @@ def test_include_and_exclude(tmp_path):
     model = nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.Linear(8, 8), "c": nn.Embedding(8, 8)})
     assert [r.name for r in cx.analyze(model, include=["a", "c"], fast=True).rows] == ["a", "c"]
     assert [r.name for r in cx.analyze(model, exclude=["b"], fast=True).rows] == ["a", "c"]
+    assert [r.name for r in cx.analyze(model, include="a*", fast=True).rows] == ["a"]
+    with pytest.raises(cx.InvalidOption, match=r"no layer matches include \['encoder'\].* there are a, b, c"):
+        cx.analyze(model, include="encoder")
 
 
 def test_table_fits_and_keeps_the_findings():
@@ -154,6 +197,16 @@ def test_table_fits_and_keeps_the_findings():
     assert analysis.to_pandas().shape[0] == 1
     assert json.loads(json.dumps(analysis.to_json()))["matrices"][0]["finding"] == "noise"
     assert "&lt;" not in analysis._repr_html_()
+    nothing = cx.analyze({"bias": np.zeros(3)})
+    assert "No matrix of weights" in nothing._repr_html_()
+    assert "No matrix of weights" in repr(nothing)
+
+
+def test_rows_of_a_deep_model_can_be_told_apart():
+    names = [f"encoder.layer.{i}.attention.{part}" for i in range(12) for part in ("self.query", "output.dense")]
+    analysis = cx.analyze({f"{name}.weight": torch.randn(8, 8) for name in names}, fast=True)
+    labels = [line.split()[0] for line in analysis.table(80).splitlines()[1:]]
+    assert len(set(labels)) == len(names)
 
 
 class TestResume:
@@ -172,6 +225,28 @@ class TestResume:
         time.sleep(0.01)
         save_file({"a.weight": torch.zeros(32, 32)}, path)
         assert cx.analyze(path, resume=done).rows[0].finding == "empty"
+
+    def test_a_model_in_memory_cannot_be_resumed(self, tmp_path):
+        with pytest.raises(cx.InvalidOption, match="on disk"):
+            cx.analyze(nn.Linear(8, 8), resume=tmp_path / "done.jsonl")
+
+    @pytest.mark.parametrize("content", [b"my notes", b'{"verdict": ""}\n', b"\xff\xfe\x00"])
+    def test_other_files_are_not_written_to(self, tmp_path, content):
+        path, notes = tmp_path / "m.safetensors", tmp_path / "notes"
+        save_file({"a.weight": torch.randn(8, 8)}, path)
+        notes.write_bytes(content)
+        with pytest.raises(cx.InvalidOption, match="expected a file that `resume` wrote"):
+            cx.analyze(path, resume=notes)
+        assert notes.read_bytes() == content
+
+    @pytest.mark.parametrize("start", ["", "{", '{"fingerprint": "m.saf', '{"fingerprint": 1}\n'])
+    def test_a_run_killed_at_its_first_matrix_goes_on(self, tmp_path, start):
+        path, done = tmp_path / "m.safetensors", tmp_path / "done.jsonl"
+        save_file({"a.weight": torch.randn(8, 8)}, path)
+        done.write_text(start)
+        first = cx.analyze(path, resume=done)
+        assert cx.analyze(path, resume=done).rows == first.rows == cx.analyze(path).rows
+        assert len([line for line in done.read_text().splitlines() if "row" in line]) == 1
 
     def test_a_killed_run_goes_on(self, tmp_path):
         path, done = tmp_path / "m.safetensors", tmp_path / "done.jsonl"
@@ -213,6 +288,34 @@ def test_the_shuffled_control_matches_shuffled_matrices():
         assert (np.abs(real.mean(0) - drawn.mean(0)) <= error + np.array([1, 0.01])).all()
 
 
+def test_the_control_of_a_feedback_matrix_shares_its_neurons():
+    rng = np.random.default_rng(0)
+    n, kept = 150, 90
+    real, drawn = [], []
+    for seed in range(60):
+        mask = np.zeros(n * n, bool)
+        mask[rng.choice(n * n, kept, replace=False)] = True
+        d = cx.decompose(mask.reshape(n, n), kind="directed")
+        sizes = np.bincount(d.component[~d.isolated])
+        real.append(((sizes > 1).sum(), sizes.max() / n))
+        control = shuffled(n, n, seed, feedback=True)
+        drawn.append((control.n_blocks[kept], control.largest_share[kept]))
+    real, drawn = np.array(real), np.array(drawn)
+    error = 4 * np.sqrt((real.var(0) + drawn.var(0)) / 60)
+    assert (np.abs(real.mean(0) - drawn.mean(0)) <= error).all()
+
+
+def test_the_control_has_as_many_edges_as_the_channels():
+    """Nine kept places of a kernel are one edge; random edges are then what chance gives."""
+    conv, rng = nn.Conv2d(64, 64, 3), np.random.default_rng(0)
+    with torch.no_grad():
+        conv.weight.zero_()
+        conv.weight[rng.integers(0, 64, 45), rng.integers(0, 64, 45)] = 1.0
+    (row,) = cx.analyze(conv, null="init", rule="neyman").rows
+    assert row.shuffled["n_blocks"] == pytest.approx(row.n_blocks, abs=10)
+    assert row.shuffled["largest_share"] < 0.2
+
+
 def test_every_finding_has_words():
     assert set(FINDINGS) >= {"separate", "hubs", "nested", "fragments", "one block", "sparse", "noise", "empty"}
 
@@ -232,6 +335,12 @@ def test_every_finding_has_words():
 def test_bad_options(options, message):
     with pytest.raises(cx.CrystalliteError, match=message):
         cx.analyze(nn.Linear(4, 4), **options)
+
+
+@pytest.mark.parametrize("source", [np.ones((3, 3)), torch.ones(3, 3), None, 3])
+def test_what_is_no_model_is_refused(source):
+    with pytest.raises(cx.CheckpointError, match="expected a module, state dict or path"):
+        cx.analyze(source)
 
 
 def test_a_bad_matrix_is_named():

@@ -74,6 +74,23 @@ def test_p_values_are_the_tails():
     np.testing.assert_array_equal(a.mask, a.p_values() <= 0.03)
 
 
+@pytest.mark.parametrize("ask", [lambda a: a.kept, lambda a: a.mask, lambda a: a.p_values()])
+def test_what_is_computed_later_refuses_nan_too(ask):
+    w = planted()
+    w[3, 4] = np.nan
+    with pytest.raises(InvalidMatrix, match=r"\(3, 4\)"):
+        ask(anneal(w, NULL, rule="neyman"))
+
+
+def test_numbers_near_the_ends_of_float32():
+    """Denormal and huge weights are weights like others: no warning, and the same edges."""
+    w = np.random.default_rng(0).normal(size=(80, 90)).astype(np.float32)
+    wanted = anneal(w, "empirical", 0.01, "bh").mask
+    for factor in (2.0**-100, 2.0**120):
+        np.testing.assert_array_equal(anneal(w * np.float32(factor), "empirical", 0.01, "bh").mask, wanted)
+    assert anneal(w * np.float32(2.0**-140), "empirical").kept > 0
+
+
 def test_percolation_level():
     a = anneal(planted(), NULL, "percolation", rule="neyman")
     assert a.level == percolation_level(64, 100) == 1 / 80
@@ -159,6 +176,8 @@ def test_models_give_one_annealing_per_matrix():
         ({"level": 5}, "between 0 and 1"),
         ({"level": "low"}, "percolation"),
         ({"level": True}, "between 0 and 1"),
+        ({"level": None}, "between 0 and 1"),
+        ({"null": np.ones(3)}, '"auto", "empirical" or a null'),
         ({"random_walk": None}, 'needs the random-walk test; with random_walk=None pass rule="neyman"'),
         ({"random_walk": "drunk"}, "calibrated, literal or None"),
         ({"null": "normal"}, '"auto", "empirical" or a null'),

@@ -234,6 +234,14 @@ class TestChoice:
         for null in (*nulls.candidates("linear", 300, 100), nulls.Normal(0.02)):
             assert nulls.choose(null.sample((100, 300), RNG), [null]).null == null
 
+    @pytest.mark.parametrize("shape", [(8, 8), (32, 32), (10, 128)])
+    def test_a_small_untrained_matrix_keeps_its_null(self, shape):
+        """Chance alone takes a few entries further than .02 from any distribution."""
+        f0 = nulls.Uniform(0.1)
+        believed = [nulls.choose(f0.sample(shape, RNG), [f0]).null == f0 for _ in range(100)]
+        assert np.mean(believed) > 0.9
+        assert isinstance(nulls.choose(f0.sample((32, 32), RNG) * 2, [f0]).null, nulls.Empirical)
+
     def test_a_null_wider_than_the_data_is_not_believed(self):
         w = nulls.Uniform(0.05).sample((200, 400), RNG)
         assert not nulls.fit(nulls.Uniform(0.06), w).explains_bulk
@@ -256,6 +264,8 @@ class TestChoice:
     [
         lambda: nulls.Uniform(0.0),
         lambda: nulls.Normal(math.nan),
+        lambda: nulls.Normal(1.0, mean=math.nan),
+        lambda: nulls.TruncatedNormal(1.0, mean="0"),
         lambda: nulls.TruncatedNormal(1.0, low=2.0, high=1.0),
         lambda: nulls.Orthogonal(1, 1),
         lambda: nulls.Normal(1.0).threshold(0.0),
@@ -274,6 +284,10 @@ class TestChoice:
 def test_bad_input_is_named(wrong):
     with pytest.raises(CrystalliteError):
         wrong()
+
+
+def test_integers_are_magnitudes_too():
+    assert nulls.FromInit(np.array([[1, -2], [3, -4]])).threshold(0.5) == 3.0
 
 
 def test_levels_outside_the_unit_interval_say_so():

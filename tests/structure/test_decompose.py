@@ -3,6 +3,7 @@
 import networkx as nx
 import numpy as np
 import pytest
+import scipy.sparse
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -215,6 +216,13 @@ def test_threshold_boundary_is_inclusive_for_every_float():
         assert cx.decompose(w, threshold=np.nextafter(value, 1)).n_blocks == 0
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+def test_minus_zero_is_a_threshold_of_zero(engine):
+    w = np.eye(2)
+    for zero in (-0.0, np.array([-0.0, -0.0])):
+        assert cx.decompose(w, threshold=zero, engine=engine) == cx.decompose(w, threshold=0.0)
+
+
 @given(npst.arrays(np.float32, (5, 70), elements=st.floats(-2, 2, width=32)), st.data())
 @settings(deadline=None, max_examples=50)
 def test_thresholds_per_column(w, data):
@@ -242,8 +250,9 @@ def test_any_memory_layout(tmp_path):
     w = (rng.random((150, 150)) < 0.01) * rng.standard_normal((150, 150)).astype(np.float32)
     bipartite, directed = cx.decompose(w), cx.decompose(w, kind="directed")
     for layout, same in _layouts(w.astype(np.float32), tmp_path):
-        assert cx.decompose(same) == bipartite, layout
-        assert cx.decompose(same, kind="directed") == directed, layout
+        for engine in ENGINES:
+            assert cx.decompose(same, engine=engine) == bipartite, layout
+            assert cx.decompose(same, kind="directed", engine=engine) == directed, layout
 
 
 def test_threads_and_blocks_do_not_change_the_result(monkeypatch):
@@ -275,6 +284,11 @@ BAD = {
     "3-D": (np.ones((2, 2, 2)), {}, "2-D"),
     "1-D": (np.ones(3), {}, "2-D"),
     "sparse tensor": (torch.eye(3).to_sparse(), {}, "to_dense"),
+    "sparse matrix": (scipy.sparse.eye_array(3), {}, "toarray"),
+    "nothing": (None, {}, "NoneType"),
+    "no numbers": (torch.empty(2, 2, device="meta"), {}, "meta"),
+    "extended precision": (np.ones((2, 2), np.longdouble), {}, "float64, 32"),
+    "ragged thresholds": (np.ones((2, 3)), {"threshold": [[1], [1, 2]]}, "threshold"),
     "not square": (np.ones((2, 3)), {"kind": "directed"}, "square"),
     "negative threshold": (np.ones((2, 3)), {"threshold": -1.0}, "threshold"),
     "NaN threshold": (np.ones((2, 3)), {"threshold": np.nan}, "threshold"),

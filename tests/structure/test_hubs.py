@@ -87,7 +87,12 @@ def test_weights_with_a_threshold():
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"largest_share": 0}, "largest_share"), ({"max_hubs": -1}, "max_hubs"), ({"threshold": -1}, "threshold")],
+    [
+        ({"largest_share": 0}, "largest_share"),
+        ({"largest_share": "1"}, "largest_share"),
+        ({"max_hubs": -1}, "max_hubs"),
+        ({"threshold": -1}, "threshold"),
+    ],
 )
 def test_bad_options(options, message):
     with pytest.raises(cx.InvalidOption, match=message):

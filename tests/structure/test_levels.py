@@ -81,6 +81,11 @@ def test_blocks_within_blocks():
     assert profile.active_share.tolist() == [1.0, 1.0, 1.0]
 
 
+def test_level_zero_is_every_nonzero_entry():
+    w = np.array([[1.0, 0.0], [0.0, 2.0]])
+    assert cx.level_profile(w).structure(0) == cx.decompose(w)
+
+
 def test_chain_of_layers_shares_neurons():
     rng = np.random.default_rng(0)
     groups = [rng.integers(0, 3, n) for n in (40, 60, 50, 10)]
@@ -150,7 +155,9 @@ def test_profiles_print_and_tabulate():
         (lambda: cx.level_profile(np.ones((2, 3)), scales=[1.0, 1.0]), "scales"),
         (lambda: cx.level_profile(np.ones((2, 3)), kind="directed"), "square"),
         (lambda: cx.level_profile(np.ones((2, 2)), thresholds=[1.0]), "every level"),
+        (lambda: cx.level_profile(np.ones((2, 2)), kind="directed", scales=[1.0]), "scales"),
         (lambda: cx.level_profile(np.ones((2, 2))).at(-1), "threshold"),
+        (lambda: cx.level_profile(np.ones((2, 2))).at("1"), "threshold"),
         (lambda: cx.level_profile([np.ones((2, 2))] * 2).structure(1), "chain"),
         (lambda: cx.level_profile(np.ones((2, 2)), kind="x"), "kind"),
     ],

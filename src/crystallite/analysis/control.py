@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from crystallite.structure.kernels import compiled, find
+from crystallite.parallel import compiled
+from crystallite.structure.kernels import find
 
 __all__ = ["Shuffled", "shuffled"]
 
@@ -31,19 +32,22 @@ class Shuffled:
         return min(kept, len(self.n_blocks) - 1)
 
 
-def shuffled(rows: int, cols: int, seed: int = 0) -> Shuffled:
-    """One random order of the places of a rows × cols matrix, followed until all neurons are one block."""
+def shuffled(rows: int, cols: int, seed: int = 0, feedback: bool = False) -> Shuffled:
+    """One random order of the places of a rows × cols matrix, followed until all neurons are one block.
+
+    feedback: row i and column i are the same neuron, as in a recurrent layer.
+    """
     limit = rows * cols
     rng = np.random.default_rng(seed)
     most = min(limit, 40 * (rows + cols))
-    history = _random_process(rng.integers(cols, size=most), rng.integers(rows, size=most), rows, cols)
+    first, second = rng.integers(cols, size=most), rng.integers(rows, size=most)
+    history = _random_process(first, second, rows) if feedback else _random_process(first, second + cols, rows + cols)
     return Shuffled(limit, *history)
 
 
 @compiled
-def _random_process(drawn_cols, drawn_rows, rows, cols):
-    nodes = rows + cols
-    most = drawn_cols.shape[0]
+def _random_process(first, second, nodes):
+    most = first.shape[0]
     parent = np.arange(nodes).astype(np.int32)
     size = np.ones(nodes, np.int64)
     n_blocks = np.zeros(most + 1, np.int64)
@@ -53,8 +57,8 @@ def _random_process(drawn_cols, drawn_rows, rows, cols):
     blocks, giant, touched, square = 0, 0, 0, 0.0
     done = most
     for k in range(1, most + 1):
-        a = find(parent, np.int32(drawn_cols[k - 1]))
-        b = find(parent, np.int32(cols + drawn_rows[k - 1]))
+        a = find(parent, np.int32(first[k - 1]))
+        b = find(parent, np.int32(second[k - 1]))
         if a != b:
             blocks += 1
             for root in (a, b):
@@ -70,7 +74,7 @@ def _random_process(drawn_cols, drawn_rows, rows, cols):
         n_blocks[k] = blocks
         largest[k] = giant / nodes
         active[k] = touched / nodes
-        effective[k] = float(touched) ** 2 / square
+        effective[k] = float(touched) ** 2 / square if square else 1.0  # so far only a neuron with itself
         if giant == nodes:
             done = k
             break

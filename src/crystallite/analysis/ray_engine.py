@@ -31,35 +31,34 @@ def analyze_layers(source: str, names: list[str], options: Options) -> Iterator[
     with _connected() as ray:
         task = ray.remote(num_cpus=_CPUS_PER_TASK)(_analyze_named_layer)
         waiting = [task.remote(os.path.abspath(source), name, options) for name in names]
-        order = {reference: i for i, reference in enumerate(waiting)}
-        failure: tuple[int, BaseException] | None = None
+        position = {reference: i for i, reference in enumerate(waiting)}
+        first_error: CrystalliteError | None = None
         try:
             while waiting:
                 (done,), waiting = ray.wait(waiting)
-                try:
-                    yield ray.get(done)
-                except ray.exceptions.RayTaskError as error:
-                    # What stands before it would have come first without Ray, and may fail as well.
-                    failure = order[done], _cause(error)
-                    _cancel(ray, [other for other in waiting if order[other] > order[done]])
-                    waiting = [other for other in waiting if order[other] < order[done]]
+                result = ray.get(done)
+                if isinstance(result, CrystalliteError):
+                    # Layers before this one would have come first without Ray, and may fail as well.
+                    first_error = result
+                    _cancel(ray, [other for other in waiting if position[other] > position[done]])
+                    waiting = [other for other in waiting if position[other] < position[done]]
+                else:
+                    yield result
         finally:
             _cancel(ray, waiting)
-        if failure is not None:
-            raise failure[1]
+        if first_error is not None:
+            raise first_error
 
 
-def _analyze_named_layer(source: str, name: str, options: Options) -> MatrixAnalysis:
-    """Runs on a node of the cluster."""
+def _analyze_named_layer(source: str, name: str, options: Options) -> MatrixAnalysis | CrystalliteError:
+    """Runs on a node of the cluster. Our errors are results: Ray would wrap them, and log those nobody asks for."""
     torch.set_num_threads(_CPUS_PER_TASK)
-    with open_checkpoint(source) as checkpoint:
-        layer = next(layer for layer in recognise(checkpoint) if layer.name == name)
-        return analyze_layer(checkpoint, layer, options)
-
-
-def _cause(error: Any) -> BaseException:
-    """Our own error as the task raised it; anything else with the remote traceback that Ray adds."""
-    return error.cause if isinstance(error.cause, CrystalliteError) else error
+    try:
+        with open_checkpoint(source) as checkpoint:
+            layer = next(layer for layer in recognise(checkpoint) if layer.name == name)
+            return analyze_layer(checkpoint, layer, options)
+    except CrystalliteError as error:
+        return error.with_traceback(None)
 
 
 def _cancel(ray: Any, references: list[Any]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -16,13 +16,15 @@ from tqdm import tqdm
 
 from crystallite.analysis.matrix import MatrixAnalysis, Options, analyze_layer
 from crystallite.analysis.verdict import model_verdict
-from crystallite.annealing.neyman import CORRECTIONS
+from crystallite.annealing.neyman import CORRECTIONS, resolve_level
 from crystallite.annealing.random_walk import METHODS
 from crystallite.errors import InvalidOption
 from crystallite.weights.checkpoint import Checkpoint, open_checkpoint
 from crystallite.weights.layers import Layer, recognise
 
 __all__ = ["Analysis", "analyze"]
+
+_ENTRY = '{"fingerprint": '  # how every line of a `resume` file begins
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,7 +86,7 @@ class Analysis:
     def _repr_html_(self) -> str:
         from html import escape
 
-        return self.to_pandas().drop(columns=["profile"]).to_html() + f"<p>{escape(self.verdict)}</p>"
+        return self.to_pandas().drop(columns=["profile"], errors="ignore").to_html() + f"<p>{escape(self.verdict)}</p>"
 
 
 def analyze(
@@ -96,8 +98,8 @@ def analyze(
     random_walk: str = "calibrated",
     rule: str = "both",
     fast: bool = False,
-    include: Sequence[str] = ("*",),
-    exclude: Sequence[str] = (),
+    include: str | Sequence[str] = ("*",),
+    exclude: str | Sequence[str] = (),
     resume: str | os.PathLike[str] | None = None,
     engine: str = "local",
     progress: bool = False,
@@ -112,7 +114,7 @@ def analyze(
       "init" always takes what PyTorch, or the model's config, draws for such a layer; "empirical" always measures.
     - `level`, `correction`, `random_walk`, `rule`: as for `anneal`.
     - `fast`: only the tests and the blocks at the one level.
-    - `include`, `exclude`: patterns of layer names (`*.intermediate.*`).
+    - `include`, `exclude`: a pattern of layer names, or several (`*.intermediate.*`).
     - `resume`: a file that keeps each finished matrix; after an interruption the same call goes on from there.
     - `engine`: "local", or "ray" to spread the layers of a checkpoint on disk over a Ray cluster. Same results.
 
@@ -127,14 +129,8 @@ def analyze(
     with open_checkpoint(source) as checkpoint:
         layers = recognise(checkpoint)
         skipped = {layer.name: layer.reason for layer in layers if layer.kind == "skipped"}
-        wanted = [
-            layer
-            for layer in layers
-            if layer.kind != "skipped"
-            and any(fnmatch(layer.name, p) for p in include)
-            and not any(fnmatch(layer.name, p) for p in exclude)
-        ]
-        store = _Store(resume, checkpoint, options)
+        wanted = _matching([layer for layer in layers if layer.kind != "skipped"], include, exclude)
+        store = _Store(resume, checkpoint, wanted, options)
         missing = [layer for layer in wanted if layer.name not in store.rows]
         bar = tqdm(total=len(wanted), initial=len(wanted) - len(missing), unit="matrix", disable=not progress)
         with bar:
@@ -145,8 +141,23 @@ def analyze(
         return Analysis(checkpoint.source, [store.rows[layer.name] for layer in wanted], skipped, options)
 
 
+def _matching(layers: list[Layer], include: str | Sequence[str], exclude: str | Sequence[str]) -> list[Layer]:
+    """The layers whose name some pattern of `include` and none of `exclude` matches."""
+    taken, left = ([p] if isinstance(p, str) else list(p) for p in (include, exclude))
+    found = [
+        layer
+        for layer in layers
+        if any(fnmatch(layer.name, p) for p in taken) and not any(fnmatch(layer.name, p) for p in left)
+    ]
+    if layers and not found:
+        names = ", ".join(layer.name for layer in layers[:5])
+        raise InvalidOption(f"no layer matches include {taken} and exclude {left}; there are {names} …")
+    return found
+
+
 def _check(options: Options, engine: str) -> None:
     """Refuse bad options before anything is read."""
+    resolve_level(options.level, 1, 1)
     accepted: list[tuple[str, Any, tuple]] = [
         ("null", options.null, ("auto", "init", "empirical")),
         ("correction", options.correction, CORRECTIONS),
@@ -176,36 +187,44 @@ def _rows(
 class _Store:
     """Finished rows; with a path also on disk, one JSON line each, written as they come."""
 
-    def __init__(self, path: str | os.PathLike[str] | None, checkpoint: Checkpoint, options: Options):
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None,
+        checkpoint: Checkpoint,
+        layers: list[Layer],
+        options: Options,
+    ):
         self.rows: dict[str, MatrixAnalysis] = {}
         self._path = None if path is None else Path(path)
-        self._key: Callable[[str], str] = lambda tensor: checkpoint.tensors[tensor].fingerprint
-        self._tensor = {layer.name: layer.tensors[0] for layer in recognise(checkpoint)}
+        self._fingerprint = {layer.name: checkpoint.tensors[layer.tensors[0]].fingerprint for layer in layers}
         self._options = asdict(options)
+        if self._path is not None and not all(self._fingerprint.values()):
+            raise InvalidOption("resume needs a checkpoint on disk: nothing says whether a model in memory has changed")
         if self._path is not None and self._path.exists():
-            self._read()
+            self._read(self._path)
 
-    def _read(self) -> None:
-        assert self._path is not None
-        text = self._path.read_text()
+    def _read(self, path: Path) -> None:
+        text = path.read_bytes().decode(errors="replace")
+        start = text.partition("\n")[0][: len(_ENTRY)]
+        if not _ENTRY.startswith(start):  # a kill may have cut even the first line short
+            raise InvalidOption(f"{path}: expected a file that `resume` wrote before, or none; it is left as it was")
         if text and not text.endswith("\n"):
-            with self._path.open("a") as file:
+            with path.open("a") as file:
                 file.write("\n")
         for line in text.splitlines():
             try:
                 entry = json.loads(line)
-                row = MatrixAnalysis(**entry["row"])
+                row, known = MatrixAnalysis(**entry["row"]), (entry["fingerprint"], entry["options"])
             except (ValueError, KeyError, TypeError):
                 continue  # the line a kill cut short
-            tensor = self._tensor.get(row.name)
-            if tensor and entry["options"] == self._options and entry["fingerprint"] == self._key(tensor):
+            if known == (self._fingerprint.get(row.name), self._options):
                 self.rows[row.name] = row
 
     def add(self, row: MatrixAnalysis) -> None:
         self.rows[row.name] = row
         if self._path is None:
             return
-        entry = {"fingerprint": self._key(self._tensor[row.name]), "options": self._options, "row": row.to_json()}
+        entry = {"fingerprint": self._fingerprint[row.name], "options": self._options, "row": row.to_json()}
         with self._path.open("a") as file:
             file.write(json.dumps(entry) + "\n")
 
@@ -229,8 +248,23 @@ def _widths(cells: list[list[str]], width: int) -> list[int]:
 
 
 def _line(cells: list[str], widths: list[int]) -> str:
-    """Names on the left, shortened in front, where they differ least."""
+    """Names on the left, the rest on the right."""
     name, *rest = cells
-    left = name if len(name) <= widths[0] else "…" + name[-(widths[0] - 1) :]
+    left = _abbreviated(name, widths[0])
     fitted = [c if len(c) <= w else c[: w - 1] + "…" for c, w in zip(rest, widths[1:], strict=True)]
     return "  ".join([f"{left:<{widths[0]}}", *(f"{c:>{w}}" for c, w in zip(fitted, widths[1:], strict=True))]).rstrip()
+
+
+def _abbreviated(name: str, width: int) -> str:
+    """A name in `width` characters: the first parts by their first letter, as many as it takes; numbers stay.
+
+    >>> _abbreviated("encoder.layer.0.attention.output.dense", 22)
+    'e.l.0.a.output.dense'
+    """
+    parts = name.split(".")
+    for i, part in enumerate(parts[:-1]):
+        if len(".".join(parts)) <= width:
+            break
+        parts[i] = part if part.isdigit() else part[:1]
+    short = ".".join(parts)
+    return short if len(short) <= width else "…" + short[-(width - 1) :]

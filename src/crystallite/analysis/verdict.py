@@ -15,8 +15,7 @@ __all__ = ["FINDINGS", "finding_of", "model_verdict", "sentence"]
 SEPARATE_LARGEST = 0.8  # "separate": no block holds more than this share of the neurons that are in any block, …
 SEPARATE_BLOCKS = 1.5  # … and they count for at least this many blocks of equal size
 SPARSE = 0.25  # "sparse": fewer than this share of the neurons are in any block
-NOISE_FIT = 0.02  # "noise": the initialisation fits to this Kolmogorov–Smirnov distance, and no more is kept than
-NOISE_SIGMAS = 4.0  # this many standard deviations above what it would keep by chance
+NOISE_SIGMAS = 4.0  # "noise": the initialisation fits, and no more is kept than this many σ above what it would keep
 
 FINDINGS = {
     "separate": "falls into blocks",
@@ -35,7 +34,7 @@ def finding_of(row: MatrixAnalysis) -> str:
     if row.kept == 0:
         return "empty"
     by_chance = row.expected_false_edges
-    if not row.null_is_measured and row.null_fit <= NOISE_FIT and row.kept <= by_chance + NOISE_SIGMAS * by_chance**0.5:
+    if row.null_fits and not row.null_is_measured and row.kept <= by_chance + NOISE_SIGMAS * by_chance**0.5:
         return "noise"
     in_blocks = row.active_share
     if in_blocks < SPARSE:

@@ -141,6 +141,7 @@ class Annealing:
 
     def p_values(self) -> np.ndarray:
         """(rows, cols) float64: P_f0(|w| ≥ |w_ij|) of every entry, uncorrected. As large as it sounds."""
+        _ = self.kept  # finds entries that are not finite
         return self._by_blocks(np.float64, lambda patterns, _: self.null.tail(self.magnitudes.values(patterns)))
 
     def _limits(self, limits: int | np.ndarray, columns: slice) -> Any:
@@ -274,9 +275,9 @@ def _anneal_matrix(
 def _resolve_null(null: Any, matrix: Magnitudes, rows: int, cols: int, name: str) -> Null | Fit:
     if isinstance(null, (Null, Fit)):
         return null
-    if null == "auto":
+    if isinstance(null, str) and null == "auto":
         return choose(matrix, candidates("linear", max(cols, 1), max(rows, 1)), name)
-    if null == "empirical":
+    if isinstance(null, str) and null == "empirical":
         return Empirical.fit(matrix, name)
     raise InvalidOption(f'{name}: null must be "auto", "empirical" or a null from crystallite.nulls, got {null!r}')
 

@@ -72,7 +72,8 @@ class Null(ABC):
         low, high = 0, 0x7FF << 52  # patterns of 0 and of infinity, where every tail is 0
         while low < high:
             step = max(1, (high - low) // 64)
-            passed = self.tail(np.arange(low, high, step, dtype=np.uint64).view(np.float64)) <= level
+            with np.errstate(over="ignore"):  # numbers far beyond every scale are among those tried
+                passed = self.tail(np.arange(low, high, step, dtype=np.uint64).view(np.float64)) <= level
             first = int(np.argmax(passed)) if passed.any() else passed.size
             high = min(high, low + first * step)
             low = min(high, low + max(0, (first - 1) * step + 1))
@@ -141,6 +142,7 @@ class Normal(Null):
 
     def __post_init__(self) -> None:
         positive("std", self.std)
+        _finite("mean", self.mean)
 
     @property
     def scale(self) -> float:
@@ -184,6 +186,7 @@ class TruncatedNormal(Null):
 
     def __post_init__(self) -> None:
         positive("std", self.std)
+        _finite("mean", self.mean)
         for name, side in (("low", -2), ("high", 2)):
             if math.isnan(getattr(self, name)):
                 object.__setattr__(self, name, self.mean + side * self.std)
@@ -296,6 +299,11 @@ def positive(name: str, value: float) -> float:
     if not (isinstance(value, (int, float, np.number)) and math.isfinite(value) and value > 0):
         raise InvalidOption(f"{name} must be a finite number > 0, got {value!r}")
     return float(value)
+
+
+def _finite(name: str, value: float) -> None:
+    if not (isinstance(value, (int, float, np.number)) and math.isfinite(value)):
+        raise InvalidOption(f"{name} must be a finite number, got {value!r}")
 
 
 def _off_centre(mean: float) -> str:

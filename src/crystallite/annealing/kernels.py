@@ -7,7 +7,8 @@ themselves as float32 or float64. Accumulators are float64 or int64 and are adde
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
+
+from crystallite.parallel import compiled
 
 __all__ = [
     "add_column_magnitudes",
@@ -22,7 +23,6 @@ __all__ = [
     "upper_halves",
 ]
 
-compiled = njit(nogil=True, cache=True)
 _STRIP = 1024  # columns
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+
 from crystallite.annealing.distributions import Null
 from crystallite.annealing.histogram import magnitude_histogram
 from crystallite.annealing.multiplicity import benjamini_hochberg_level, bonferroni_level, holm_level
@@ -34,7 +36,7 @@ def resolve_level(level: float | str, rows: int, cols: int) -> float:
     """The level as a number: "percolation" is 1/√(rows·cols), a number in (0, 1) is itself."""
     if level == "percolation":
         return percolation_level(rows, cols)
-    if isinstance(level, (str, bool)) or not 0 < level < 1:
+    if isinstance(level, bool) or not (isinstance(level, (int, float, np.number)) and 0 < level < 1):
         raise InvalidOption(f'level must be a number between 0 and 1 or "percolation", got {level!r}')
     return float(level)
 

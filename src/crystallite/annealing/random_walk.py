@@ -64,7 +64,7 @@ class RandomWalk:
         Entries of zero columns are noise. From the histogram: exact but for entries within rounding of a band edge,
         and up to sampling on a large matrix under the calibrated test.
         """
-        live = np.count_nonzero(self.column_sums) / max(self.column_sums.size, 1)
+        live = int(np.count_nonzero(self.column_sums)) / max(self.column_sums.size, 1)
         per_entry = live / max(int(self.counts.sum()), 1)
         steps = round(self.relative_bandwidth * _CELLS)
         preference = int(self.counts[_CELLS + steps :].sum()) * per_entry

@@ -88,7 +88,10 @@ def _column_limits(threshold: Threshold, cols: int) -> float | np.ndarray | None
     """The threshold as one number or one per column, checked."""
     if threshold is None or (isinstance(threshold, float) and 0 <= threshold < float("inf")):
         return threshold
-    limits = np.asarray(threshold.detach().cpu() if isinstance(threshold, torch.Tensor) else threshold)
+    try:
+        limits = np.asarray(threshold.detach().cpu() if isinstance(threshold, torch.Tensor) else threshold)
+    except ValueError:  # ragged
+        limits = np.asarray(None)
     if limits.dtype.kind not in "fiu" or not np.all(limits >= 0) or not np.all(np.isfinite(limits)):
         raise InvalidOption(f"threshold must be a finite number ≥ 0, or one per column, got {threshold!r}")
     if limits.ndim and limits.shape != (cols,):
@@ -143,7 +146,10 @@ def _directed(
 
 
 def _boolean_mask(array: Any, limits: float | np.ndarray | None, name: str) -> torch.Tensor:
-    tensor = array if isinstance(array, torch.Tensor) else torch.from_numpy(np.ascontiguousarray(array))
+    if isinstance(array, np.ndarray):  # copied: torch knows neither foreign byte orders nor read-only memory
+        exact = array.dtype.newbyteorder("=") if array.dtype.kind in "biu" else np.float64
+        array = torch.from_numpy(np.array(array, exact))
+    tensor: torch.Tensor = array
     if tensor.is_floating_point():
         tensor = tensor.double()
         if not bool(torch.isfinite(tensor).all()):

@@ -12,9 +12,9 @@ import torch
 from crystallite.arrays import Magnitudes, magnitudes
 from crystallite.errors import InvalidMatrix, InvalidOption
 from crystallite.maps import Permutation
+from crystallite.parallel import compiled
 from crystallite.structure.bipartite import BipartiteStructure
-from crystallite.structure.decompose import edge_patterns
-from crystallite.structure.kernels import compiled
+from crystallite.structure.decompose import Threshold, edge_patterns
 from crystallite.structure.lanes import LANES, lowest_bit
 from crystallite.structure.strong import bit_of, packed
 
@@ -70,7 +70,7 @@ class BorderedStructure:
 def hubs(
     matrix: Any,
     *,
-    threshold: float | None = None,
+    threshold: Threshold = None,
     largest_share: float = 0.5,
     max_hubs: int | None = None,
     name: str = "matrix",
@@ -89,7 +89,7 @@ def hubs(
     >>> hubs(w)
     BorderedStructure(7×6: border of 1 row and 0 columns, 2 blocks, largest 46% of the neurons)
     """
-    if not 0 < largest_share <= 1:
+    if not (isinstance(largest_share, (int, float)) and 0 < largest_share <= 1):
         raise InvalidOption(f"largest_share must lie in (0, 1], got {largest_share!r}")
     if max_hubs is not None and (not isinstance(max_hubs, int) or max_hubs < 0):
         raise InvalidOption(f"max_hubs must be an integer ≥ 0, got {max_hubs!r}")

@@ -17,6 +17,7 @@ import numpy as np
 from numba import njit, types
 from numba.extending import overload
 
+from crystallite.parallel import compiled
 from crystallite.structure.lanes import LANES, lowest_bit, surviving_lanes, unsettled_lanes
 
 __all__ = [
@@ -29,7 +30,6 @@ __all__ = [
     "pack_survivors",
 ]
 
-compiled = njit(nogil=True, cache=True)
 inlined = njit(
     nogil=True, inline="always"
 )  # a call would count references to its arrays, which costs more than the work

@@ -9,9 +9,9 @@ from __future__ import annotations
 import numpy as np
 
 from crystallite.arrays import Magnitudes
-from crystallite.parallel import over_rows
+from crystallite.parallel import compiled, over_rows
 from crystallite.structure.components import kernel_arguments, refuse_non_finite
-from crystallite.structure.kernels import compiled, find, inlined, pack_survivors
+from crystallite.structure.kernels import find, inlined, pack_survivors
 from crystallite.structure.lanes import LANES, lowest_bit
 
 __all__ = ["bit_of", "condense", "layers_and_weak_components", "packed", "strong_components", "unpacked"]

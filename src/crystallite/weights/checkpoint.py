@@ -18,7 +18,7 @@ from crystallite.errors import CheckpointError
 from crystallite.weights.archive import open_zip
 from crystallite.weights.folder import read_folder, read_index
 from crystallite.weights.gguf_file import read_gguf
-from crystallite.weights.module_roles import module_roles
+from crystallite.weights.module_roles import module_config, module_roles
 from crystallite.weights.numpy_file import read_npy, read_npz
 from crystallite.weights.onnx_file import read_onnx
 from crystallite.weights.safetensors_file import read_safetensors
@@ -97,9 +97,13 @@ def open_checkpoint(source: torch.nn.Module | Mapping[str, Any] | str | os.PathL
     if isinstance(source, torch.nn.Module):
         label = type(source).__name__
         state = {name: value for name, value in source.state_dict().items() if isinstance(value, torch.Tensor)}
-        return Checkpoint(label, Contents("module", in_memory(state, label), roles=module_roles(source)))
+        contents = Contents("module", in_memory(state, label), module_config(source), module_roles(source))
+        return Checkpoint(label, contents)
     if isinstance(source, Mapping):
         return Checkpoint("state dict", Contents("state dict", in_memory(named_tensors(source), "state dict")))
+    if not isinstance(source, (str, os.PathLike)):
+        hint = 'for one matrix, use anneal and decompose, or pass {"name": matrix}'
+        refuse("source", "a module, state dict or path", type(source).__name__, hint)
     path = Path(source)
     if not path.exists():
         refuse(path, "a file or folder of weights", "nothing at this path")

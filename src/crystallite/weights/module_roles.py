@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from torch import nn
 
 from crystallite.weights.stored import Role
 
-__all__ = ["module_roles"]
+__all__ = ["module_config", "module_roles"]
 
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.LocalResponseNorm, nn.modules.batchnorm._NormBase)
 _GATES = {"LSTM": ("i", "f", "g", "o"), "GRU": ("r", "z", "n"), "RNN": ("h",)}
+
+
+def module_config(module: nn.Module) -> dict[str, Any]:
+    """What config.json would say: the `config` of a Hugging Face model, {} for any other module."""
+    config = getattr(module, "config", None)
+    as_dict = config if isinstance(config, dict) else getattr(config, "to_dict", dict)()
+    return as_dict if isinstance(as_dict, dict) else {}
 
 
 def module_roles(module: nn.Module) -> dict[str, Role]:
