@@ -120,7 +120,7 @@ def _annealed(model: nn.Sequential) -> nn.Sequential:
     copy = _mlp(64, 128, 10)
     copy.load_state_dict(model.state_dict())
     for name, annealing in anneal(copy, null=nulls.for_module(copy)).items():
-        copy.get_parameter(name).data *= torch.from_numpy(annealing.mask)
+        copy.get_parameter(name).data *= annealing.mask
     return copy
 
 

@@ -13,7 +13,6 @@ from torch import nn
 
 import crystallite as cx
 from crystallite.analysis.control import shuffled
-from crystallite.analysis.verdict import FINDINGS
 
 
 def planted_linear(rng, groups=3, size=240, bridges=0):
@@ -316,8 +315,16 @@ def test_the_control_has_as_many_edges_as_the_channels():
     assert row.shuffled["largest_share"] < 0.2
 
 
-def test_every_finding_has_words():
-    assert set(FINDINGS) >= {"separate", "hubs", "nested", "fragments", "one block", "sparse", "noise", "empty"}
+def test_experts_of_a_stack_are_analysed_apart(tmp_path):
+    """Eight experts of two blocks each, every one shuffled in its own way: together they would be one block."""
+    rng = np.random.default_rng(0)
+    experts = np.zeros((8, 60, 60), np.float32)
+    for expert in experts:
+        rows, cols = (rng.permutation(np.arange(60) % 2) for _ in range(2))
+        expert[rows[:, None] == cols] = 1.0
+    analysis = cx.analyze({"mlp.experts.gate_up_proj": experts}, null="init", rule="neyman")
+    assert [row.name for row in analysis.rows] == [f"mlp.experts.gate_up_proj[{i}]" for i in range(8)]
+    assert {(row.finding, row.n_blocks) for row in analysis.rows} == {("separate", 2)}
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from crystallite.weights.layers import Layer
 __all__ = ["MatrixAnalysis", "Options", "analyze_layer"]
 
 _PROFILE_POINTS = 24
-_MOST_HUB_EDGES = 4_000_000  # beyond, the search for hubs would outlast everything else
+_FEW_HUBS, _MOST_HUB_EDGES = 16, 1_000_000  # beyond, the search for hubs would outlast everything else
 _ACTIVE = 0.8  # a split counts where at least this share of the neurons is in some block
 
 
@@ -51,7 +51,7 @@ class MatrixAnalysis:
     kind: str
     rows: int
     cols: int
-    matrices: int  # gates of a recurrent stack, experts of a stack; 1 otherwise
+    matrices: int  # gates of a recurrent layer's feedback; 1 otherwise
     dtype: str
     null: str
     null_is_measured: bool  # the matrix's own bulk, not an initialisation
@@ -140,7 +140,7 @@ def analyze_layer(checkpoint: Checkpoint, layer: Layer, options: Options) -> Mat
     if not options.fast and structure.shape[0] and structure.shape[1]:
         control = shuffled(*structure.shape, feedback=layer.feedback)
         record["shuffled"] = _state(control, edges)
-        if len(parts) == 1 and layer.kind != "conv":
+        if not layer.feedback and not layer.kernel:
             histogram = magnitude_histogram(first.magnitudes, layer.name)
             profile = level_profile(parts[0][1], name=layer.name)
             record["profile"] = _profile_points(profile, histogram, first)
@@ -179,13 +179,10 @@ def _structure(layer: Layer, annealings: list[Annealing]) -> tuple[BipartiteStru
         directed = directed_from_words(words)
         label = np.where(directed.isolated, -1, directed.component)
         return BipartiteStructure.from_labels(label, label), directed, int(np.bitwise_count(words).sum())
-    if len(annealings) == 1 and not layer.kernel:
+    if not layer.kernel:
         (a,) = annealings
         return decompose(a.matrix, threshold=_limit(a), name=layer.name), None, a.kept
-    if layer.kernel:
-        mask = _channels(annealings[0].mask, int(np.prod(layer.kernel)), layer.groups or 1)
-    else:
-        mask = np.logical_or.reduce([a.mask for a in annealings])
+    mask = _channels(np.asarray(annealings[0].mask), int(np.prod(layer.kernel)), layer.groups or 1)
     return decompose(mask, name=layer.name), None, int(mask.sum())
 
 
@@ -259,7 +256,7 @@ def _hubs(a: Annealing, layer: Layer, structure: BipartiteStructure) -> dict[str
     """The hubs of a matrix that is one block at its level; None where it is not, or where the search is too long."""
     if a.kept > _MOST_HUB_EDGES or structure.largest_share < 0.5:
         return None
-    found = hubs(a.matrix, threshold=_limit(a), name=layer.name)
+    found = hubs(a.matrix, threshold=_limit(a), max_hubs=_FEW_HUBS, name=layer.name)
     return {
         "separates": found.separates,
         "count": found.n_hubs,

@@ -118,14 +118,15 @@ class Annealing:
         return self.kept / max(self.magnitudes.bits.size, 1)
 
     @cached_property
-    def mask(self) -> np.ndarray:
-        """(rows, cols) bool: the surviving edges."""
+    def mask(self) -> Any:
+        """(rows, cols) bool: the surviving edges, an array or a tensor as the matrix was."""
         _ = self.kept  # finds entries that are not finite
         limits = self.pattern_threshold if self.column_patterns is None else self.column_patterns
-        return self._by_blocks(bool, lambda patterns, columns: patterns >= self._limits(limits, columns))
+        kept = self._by_blocks(bool, lambda patterns, columns: patterns >= self._limits(limits, columns))
+        return torch.from_numpy(kept).to(self.matrix.device) if isinstance(self.matrix, torch.Tensor) else kept
 
     @cached_property
-    def classes(self) -> np.ndarray:
+    def classes(self) -> Any:
         """(rows, cols) int8: 1 structural preference, 0 random-walk noise, −1 systematic suppression."""
         walk = self.random_walk
         if walk is None:
@@ -137,7 +138,8 @@ class Annealing:
             above = patterns >= self._limits(upper, columns)
             return above.astype(np.int8) - (patterns < self._limits(lower, columns))
 
-        return self._by_blocks(np.int8, classify)
+        found = self._by_blocks(np.int8, classify)
+        return torch.from_numpy(found).to(self.matrix.device) if isinstance(self.matrix, torch.Tensor) else found
 
     def p_values(self) -> np.ndarray:
         """(rows, cols) float64: P_f0(|w| ≥ |w_ij|) of every entry, uncorrected. As large as it sounds."""

@@ -122,7 +122,9 @@ def random_walk_test(w: Any, null: Null | None = None, method: str = "calibrated
         steps = _last_accepted(counts, np.diff(cdf), limit, _FAMILY_ALPHA / limit, _EFFECT)
     else:
         steps = _last_accepted(counts, np.ones(_CELLS * _REACH), _CELLS, _ALPHA, 0.0)
-    return RandomWalk(method, rows, steps / _CELLS, sums, counts)
+    return RandomWalk(
+        method, rows, max(steps, 1) / _CELLS, sums, counts
+    )  # never narrower than δ₀: rounding is no direction
 
 
 def relative_magnitude_cdf(null: Null, rows: int, u: np.ndarray) -> np.ndarray:

@@ -45,8 +45,8 @@ def reorganize(
     correction: str | None = None,
     random_walk: str | None = "calibrated",
     rule: str = "both",
-    targets: Sequence[str] = ("*",),
-    ignore: Sequence[str] = (),
+    targets: str | Sequence[str] = ("*",),
+    ignore: str | Sequence[str] = (),
 ) -> nn.Module:
     """A copy of the model whose linear layers are annealed, decomposed and rebuilt from their blocks.
 
@@ -56,8 +56,8 @@ def reorganize(
 
     - `level`, `null`, `correction`, `random_walk`, `rule`: as for `anneal`. level=None anneals nothing and takes the
       nonzeros of the weights as they are.
-    - `targets`, `ignore`: patterns of module names (`encoder.*.dense`). Layers not chosen are left alone, and so are
-      tied weights and modules of other kinds.
+    - `targets`, `ignore`: a pattern of module names, or several (`encoder.*.dense`). Layers not chosen are left alone,
+      and so are tied weights and modules of other kinds.
 
     A layer that stays one block, or whose blocks would not pay, stays an `nn.Linear` with its annealed weight.
 
@@ -74,10 +74,11 @@ def reorganize(
     """
     if not isinstance(model, nn.Module):
         raise InvalidOption(f"expected an nn.Module, got {type(model).__name__}")
+    targets, ignore = ([p] if isinstance(p, str) else list(p) for p in (targets, ignore))
     result = copy.deepcopy(model)
     layers = dict(_chosen(result, targets, ignore))
     if not layers:
-        raise InvalidOption(f"no linear layer matches targets {list(targets)} and ignore {list(ignore)}")
+        raise InvalidOption(f"no linear layer matches targets {targets} and ignore {ignore}")
     changes: dict[str, LayerChange] = {}
     structures: dict[str, BipartiteStructure] = {}
     for name, layer in layers.items():
@@ -90,7 +91,7 @@ def reorganize(
             initial = nulls.choose(layer.weight, [nulls.for_module(layer)], name).null if null == "auto" else null
             mask = anneal(layer.weight, initial, level, correction, random_walk, rule, name).mask
             with torch.no_grad():
-                layer.weight *= torch.from_numpy(mask).to(layer.weight.device)
+                layer.weight *= mask
         structures[name] = decompose(layer.weight, name=name)
     for run in _runs(result):
         if len(run.layers) > 1 and all(name in structures for name in run.layers):

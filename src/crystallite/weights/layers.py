@@ -1,13 +1,14 @@
 """Says what each tensor of a checkpoint is, and gives its matrices (out, in), without any model code.
 
 Module classes and ONNX nodes are believed first; names and shapes decide the rest. Every tensor ends up in exactly
-one `Layer`: tied ones with the tensor they share, and what is no matrix of weights as `skipped`, with the reason.
+one `Layer` (a stack of experts or directions in one for each): tied ones with the tensor they share, and what is no
+matrix of weights as `skipped`, with the reason.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -47,12 +48,12 @@ class Layer:
     kernel: tuple[int, ...] = ()
     groups: int | None = None
     layout: Layout = field(default="out-in", repr=False)
+    place: int | None = None  # which matrix of a 3-D stack this is; None where the tensor is one matrix
 
     def matrices(self, checkpoint: Checkpoint) -> list[tuple[str, Array]]:
         """The layer's 2-D matrices (out, in) with their labels, as views where memory allows it; [] when skipped.
 
-        A feedback layer gives one per gate, a bidirectional one of those per direction, a stack of experts one
-        each; every other layer gives one, labelled "".
+        A feedback layer gives one per gate; every other layer gives one, labelled "".
 
         >>> import torch
         >>> from crystallite.weights.checkpoint import open_checkpoint
@@ -66,18 +67,13 @@ class Layer:
             weight = self.channels(checkpoint)
             return [("", weight.reshape(weight.shape[0], -1))]
         weight = checkpoint.read(self.tensors[0])
-        if self.kind == "embedding" and weight.ndim == 3:
-            weight = weight[0]
+        if self.place is not None:
+            weight = weight[self.place]
         if self.layout == "in-out":
             weight = weight.swapaxes(-1, -2)
-        stacks = [("", weight)] if weight.ndim == 2 else list(zip(self._stack_labels(len(weight)), weight, strict=True))
         if not self.feedback:
-            return stacks
-        return [
-            (f"{stack} {gate}".strip(), matrix[i * self.rows : (i + 1) * self.rows])
-            for stack, matrix in stacks
-            for i, gate in enumerate(self.gate_names)
-        ]
+            return [("", weight)]
+        return [(gate, weight[i * self.rows : (i + 1) * self.rows]) for i, gate in enumerate(self.gate_names)]
 
     def channels(self, checkpoint: Checkpoint) -> Array:
         """A convolution's weight as (out channels, in channels per group, *kernel)."""
@@ -94,14 +90,11 @@ class Layer:
         plain: Array = weight
         return plain
 
-    def _stack_labels(self, count: int) -> list[str]:
-        if self.kind != "recurrent":
-            return [f"[{i}]" for i in range(count)]
-        return ["forward", "backward"] if count == 2 else [""] * count
-
 
 def recognise(checkpoint: Checkpoint) -> list[Layer]:
     """One `Layer` per tensor of the checkpoint, in its order; tied tensors are listed under the first of them.
+
+    A 3-D stack of matrices (experts, or the directions of a recurrent layer) gives one for each of them.
 
     >>> import torch
     >>> from crystallite.weights.checkpoint import open_checkpoint
@@ -123,8 +116,19 @@ def recognise(checkpoint: Checkpoint) -> list[Layer]:
             short = layer_name(info.name)
             name = info.name if short in taken else short
             taken.add(name)
-            layers.append(_layer(checkpoint, info, name, tuple(aliases.get(info.name, ()))))
+            layers += _unstacked(_layer(checkpoint, info, name, tuple(aliases.get(info.name, ()))), info)
     return layers
+
+
+def _unstacked(layer: Layer, info: TensorInfo) -> list[Layer]:
+    """The layer, or one for each matrix of its stack."""
+    if layer.kind in ("skipped", "conv") or len(info.shape) != 3:
+        return [layer]
+    count = info.shape[0]
+    if count == 1 or layer.kind == "embedding":
+        return [replace(layer, place=0)]
+    labels = ["forward", "backward"] if layer.kind == "recurrent" and count == 2 else [str(i) for i in range(count)]
+    return [replace(layer, name=f"{layer.name}[{label}]", place=i) for i, label in enumerate(labels)]
 
 
 def _layer(checkpoint: Checkpoint, info: TensorInfo, name: str, aliases: tuple[str, ...]) -> Layer:
