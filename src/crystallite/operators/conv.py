@@ -1,0 +1,214 @@
+"""`BlockConv`: a convolution as the independent blocks of its channel graph."""
+
+from __future__ import annotations
+
+import math
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from crystallite.errors import InvalidMatrix, InvalidOption
+from crystallite.structure.bipartite import BipartiteStructure
+from crystallite.structure.decompose import decompose
+
+__all__ = ["BlockConv", "Convolution", "channel_structure"]
+
+Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
+_KINDS: dict[str, type[Convolution]] = {kind.__name__: kind for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d)}
+
+
+def channel_structure(conv: Convolution) -> BipartiteStructure:
+    """Blocks of output and input channels, joined by an edge where any position of their kernel is not zero.
+
+    >>> channel_structure(nn.Conv2d(4, 6, 3, groups=2))
+    BipartiteStructure(6×4: 2 blocks, largest 3×2, dormant 0 rows and 0 columns)
+    """
+    _check_kind(conv)
+    largest = conv.weight.detach().abs().flatten(2).amax(2)  # (out_channels, in_channels / groups); NaN stays NaN
+    # groups of equal shapes: each decomposes alone, and labels of different groups never meet
+    rows, cols, used = [], [], 0
+    for group in largest.chunk(conv.groups):
+        inside = decompose(group, name="conv.weight")
+        rows.append(np.where(inside.row_block < 0, -1, inside.row_block + used))
+        cols.append(np.where(inside.col_block < 0, -1, inside.col_block + used))
+        used += inside.n_blocks
+    return BipartiteStructure.from_labels(np.concatenate(rows), np.concatenate(cols))
+
+
+class BlockConv(nn.Module):
+    """A convolution computed as channel gather → grouped convolutions → channel gather, plus the bias.
+
+    Blocks with equally many channels are one grouped convolution, the others run alone. Dormant output channels emit
+    their bias, dormant input channels are not read. Stride, padding, dilation and padding mode are the original's.
+
+    >>> conv = nn.Conv2d(4, 4, 3, padding=1)
+    >>> with torch.no_grad():
+    ...     conv.weight[::2, 1::2] = conv.weight[1::2, ::2] = 0
+    >>> layer = BlockConv.from_dense(conv)
+    >>> layer
+    BlockConv(4, 4, kernel_size=(3, 3), blocks=2, 72 of 144 multiply-adds per position)
+    >>> torch.equal(layer.to_dense().weight, conv.weight)
+    True
+    """
+
+    in_channels: int
+    out_channels: int
+    kernel_size: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...] | str
+    dilation: tuple[int, ...]
+    groups: int  # of the original
+    padding_mode: str
+    empty: Tensor
+    inputs: Tensor  # (active input channels,) channel of each input of the parts, block after block
+    outputs: Tensor  # (out_channels,) place of each channel among the parts' outputs; the last place is zero
+
+    def __init__(self, conv: Convolution, parts: list[Convolution], inputs: Tensor, outputs: Tensor) -> None:
+        """Takes the settings, the bias and the dtype of `conv`, and the weights from the parts."""
+        super().__init__()
+        self.kind = type(conv).__name__
+        for name, value in _settings(conv).items():
+            setattr(self, name, value)
+        self.parts = nn.ModuleList(parts)
+        self.bias = None if conv.bias is None else nn.Parameter(conv.bias.detach().clone())
+        # dtype and device, even without blocks
+        self.register_buffer("empty", conv.weight.detach().new_empty(0), persistent=False)
+        self.register_buffer("inputs", inputs)
+        self.register_buffer("outputs", outputs)
+
+    @classmethod
+    def from_dense(cls, conv: Convolution, structure: BipartiteStructure | None = None) -> BlockConv:
+        """The blocks of a convolution, by default those of its nonzero kernels; what lies outside them is dropped.
+
+        The structure is one of all output and all input channels. Its blocks may not join groups that the convolution
+        keeps apart.
+        """
+        _check_kind(conv)
+        structure = channel_structure(conv) if structure is None else structure
+        expected = (conv.out_channels, conv.in_channels)
+        if structure.shape != expected:
+            raise InvalidMatrix(f"structure: expected shape {expected} (out, in channels), got {structure.shape}")
+        blocks = [block for block in structure.blocks if len(block[1])]  # what reads nothing emits its bias
+        blocks.sort(key=_shape, reverse=True)
+        parts = []
+        for (rows, cols), run in groupby(blocks, key=_shape):
+            kernels = [conv.weight.detach()[r][:, _columns_in_group(conv, r, c)] for r, c in run]
+            count = len(kernels)
+            part = _like(conv, in_channels=cols * count, out_channels=rows * count, groups=count, bias=False)
+            part.weight = nn.Parameter(torch.cat(kernels))
+            parts.append(part)
+        placed = _joined([rows for rows, _ in blocks])
+        outputs = torch.full((conv.out_channels,), len(placed))
+        outputs[placed] = torch.arange(len(placed))
+        inputs = _joined([cols for _, cols in blocks])
+        device = conv.weight.device
+        return cls(conv, parts, inputs.to(device), outputs.to(device))
+
+    @property
+    def _convolutions(self) -> list[Convolution]:
+        return [part for part in self.parts if isinstance(part, Convolution)]
+
+    @property
+    def n_blocks(self) -> int:
+        return sum(part.groups for part in self._convolutions)
+
+    @property
+    def macs(self) -> int:
+        """Multiply-accumulates per output position."""
+        return sum(part.weight.numel() for part in self._convolutions)
+
+    @property
+    def weight(self) -> Tensor:
+        """The original's weight, built when asked; gradients flow back to the blocks."""
+        shape = (self.out_channels, self.in_channels // self.groups, *self.kernel_size)
+        dense = self.empty.new_zeros(shape)
+        placed = torch.argsort(self.outputs)  # the channel of each output of the parts; dormant ones last
+        row = column = 0
+        for part in self._convolutions:
+            for block in part.weight.chunk(part.groups):
+                rows = placed[row : row + block.shape[0]]
+                cols = self.inputs[column : column + block.shape[1]] % shape[1]  # a block lies in one group
+                dense[rows[:, None], cols[None, :]] = block
+                row, column = row + block.shape[0], column + block.shape[1]
+        return dense
+
+    def to_dense(self) -> Convolution:
+        """The original convolution with zeros between the blocks, bit for bit what they were cut from."""
+        dense = _like(self, bias=self.bias is not None).to_empty(device=self.empty.device)
+        with torch.no_grad():
+            dense.weight.copy_(self.weight)
+            if self.bias is not None and dense.bias is not None:
+                dense.bias.copy_(self.bias)
+        return dense
+
+    def forward(self, x: Tensor) -> Tensor:
+        spatial = len(self.kernel_size)
+        channel = x.ndim - spatial - 1  # 0 without a batch
+        if channel not in (0, 1) or x.shape[channel] != self.in_channels:
+            raise InvalidMatrix(f"expected {self.in_channels} channels and {spatial} axes, got shape {tuple(x.shape)}")
+        made, start = [], 0
+        for part in self._convolutions:  # each gathers its own channels: a slice of all would be copied again
+            made.append(part(x.index_select(channel, self.inputs[start : start + part.in_channels])))
+            start += part.in_channels
+        if sum(part.out_channels for part in self._convolutions) < self.out_channels:  # some channels are dormant
+            positions = made[0].shape[channel + 1 :] if made else self._positions(x.shape[channel + 1 :])
+            made.append(x.new_zeros(*x.shape[:channel], 1, *positions))
+        joined = made[0] if len(made) == 1 else torch.cat(made, channel)
+        y = joined.index_select(channel, self.outputs)
+        return y if self.bias is None else y + self.bias.view(-1, *[1] * spatial)
+
+    def _positions(self, size: torch.Size) -> list[int]:
+        """Output positions along each axis, for a convolution without a block to ask."""
+        if self.padding == "same":
+            return list(size)
+        padding = (0,) * len(size) if isinstance(self.padding, str) else self.padding  # "valid"
+        axes = zip(size, padding, self.dilation, self.kernel_size, self.stride, strict=True)
+        return [(n + 2 * p - d * (k - 1) - 1) // s + 1 for n, p, d, k, s in axes]
+
+    def extra_repr(self) -> str:
+        channels = f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}"
+        dense_macs = self.in_channels // self.groups * self.out_channels * math.prod(self.kernel_size)
+        return f"{channels}, blocks={self.n_blocks}, {self.macs} of {dense_macs} multiply-adds per position"
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.extra_repr()})"
+
+
+def _check_kind(conv: object) -> None:
+    if type(conv) not in _KINDS.values():  # a subclass may compute something else
+        raise InvalidOption(f"conv: expected nn.{', nn.'.join(_KINDS)}, got {type(conv).__name__}")
+
+
+def _settings(conv: Convolution | BlockConv) -> dict[str, Any]:
+    names = ("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups", "padding_mode")
+    return {name: getattr(conv, name) for name in names}
+
+
+def _like(conv: Convolution | BlockConv, **changes: Any) -> Convolution:
+    """The same convolution up to some settings, its weight not filled."""
+    kind = _KINDS[conv.kind if isinstance(conv, BlockConv) else type(conv).__name__]
+    dtype = conv.empty.dtype if isinstance(conv, BlockConv) else conv.weight.dtype
+    return kind(**(_settings(conv) | changes), device="meta", dtype=dtype)
+
+
+def _columns_in_group(conv: Convolution, rows: np.ndarray, cols: np.ndarray) -> np.ndarray:
+    """Where the input channels of a block lie in the rows of a grouped weight."""
+    width = conv.in_channels // conv.groups
+    groups = np.unique(np.concatenate([rows // (conv.out_channels // conv.groups), cols // width]))
+    if len(groups) > 1:
+        raise InvalidMatrix(
+            f"structure: the block of output channel {rows[0]} joins the groups {groups.tolist()} of the convolution, "
+            "which must stay apart"
+        )
+    return cols % width
+
+
+def _shape(block: tuple[np.ndarray, np.ndarray]) -> tuple[int, int]:
+    return len(block[0]), len(block[1])
+
+
+def _joined(indices: list[np.ndarray]) -> Tensor:
+    return torch.from_numpy(np.concatenate(indices) if indices else np.zeros(0, np.intp))

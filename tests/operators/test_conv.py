@@ -1,0 +1,169 @@
+"""BlockConv against the masked convolution it was cut from: before, after, undone, reloaded and exported."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import crystallite as cx
+from crystallite.operators.conv import BlockConv, channel_structure
+from tests.operators.test_linear import planted
+from tests.operators.tolerance import assert_close
+
+STRUCTURES = ["equal", "ragged", "one block", "dormant", "empty", "singletons"]
+SETTINGS = [
+    {},
+    {"padding": 1, "bias": False},
+    {"stride": 2, "padding": 2, "dilation": 2},
+    {"padding": "same", "dilation": 2},
+    {"padding": "valid", "stride": 2},
+    {"padding": 1, "padding_mode": "reflect"},
+    {"padding": "same", "padding_mode": "circular"},
+]
+SIZES = {nn.Conv1d: (11,), nn.Conv2d: (9, 8), nn.Conv3d: (5, 6, 7)}
+
+
+def masked(kind, conv_type=nn.Conv2d, dtype=torch.float32, kernel_size=3, **settings):
+    """A convolution from 20 to 12 channels whose kernels are zero outside the planted blocks."""
+    torch.manual_seed(0)
+    conv = conv_type(20, 12, kernel_size, dtype=dtype, **settings)
+    groups = conv.groups
+    mask = torch.cat([planted(kind, 12 // groups, 20 // groups, seed=g) for g in range(groups)]) != 0
+    with torch.no_grad():
+        conv.weight *= mask.view(*mask.shape, *[1] * len(conv.kernel_size))
+    return conv
+
+
+def signal(conv, batch=(2,)):
+    torch.manual_seed(1)
+    return torch.randn(*batch, 20, *SIZES[type(conv)]).to(conv.weight.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", STRUCTURES)
+@pytest.mark.parametrize("conv_type", SIZES)
+def test_same_outputs_and_undone(conv_type, kind, dtype):
+    conv = masked(kind, conv_type, dtype)
+    layer = BlockConv.from_dense(conv)
+    for batch in [(2,), (), (0,)]:
+        x = signal(conv, batch)
+        assert_close(layer(x), conv(x))
+    restored = layer.to_dense()
+    assert type(restored) is conv_type
+    assert torch.equal(restored.weight, conv.weight)
+    assert torch.equal(restored.bias, conv.bias)
+    assert repr(restored) == repr(conv)
+    assert layer.n_blocks == channel_structure(conv).n_blocks
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("kind", ["ragged", "dormant", "empty"])
+@pytest.mark.parametrize("conv_type", [nn.Conv1d, nn.Conv2d])
+def test_same_settings(conv_type, kind, settings):
+    conv = masked(kind, conv_type, torch.float64, **settings)
+    layer = BlockConv.from_dense(conv)
+    assert_close(layer(signal(conv)), conv(signal(conv)))
+    assert repr(layer.to_dense()) == repr(conv)
+    for name in ("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "padding_mode"):
+        assert getattr(layer, name) == getattr(conv, name)
+
+
+def test_uneven_kernels():
+    settings = {"kernel_size": (3, 1), "stride": (1, 2), "padding": (2, 0), "dilation": (2, 1)}
+    for kind in ("ragged", "empty"):
+        conv = masked(kind, **settings)
+        assert_close(BlockConv.from_dense(conv)(signal(conv)), conv(signal(conv)))
+
+
+@pytest.mark.parametrize("kind", ["equal", "ragged", "dormant", "empty"])
+def test_groups_stay_apart(kind):
+    conv = masked(kind, dtype=torch.float64, groups=2)
+    layer = BlockConv.from_dense(conv)
+    assert_close(layer(signal(conv)), conv(signal(conv)))
+    assert torch.equal(layer.to_dense().weight, conv.weight)
+    assert layer.to_dense().groups == layer.groups == 2
+    full = np.zeros((12, 20))
+    for g, part in enumerate(conv.weight.detach().abs().sum((2, 3)).chunk(2)):
+        full[6 * g : 6 * g + 6, 10 * g : 10 * g + 10] = part
+    assert channel_structure(conv) == cx.decompose(full)
+
+
+def test_depthwise():
+    conv = nn.Conv1d(6, 12, 3, groups=6)
+    layer = BlockConv.from_dense(conv)
+    x = torch.randn(2, 6, 9)
+    assert (layer.n_blocks, len(layer.parts), layer.macs) == (6, 1, conv.weight.numel())
+    assert_close(layer(x), conv(x))
+
+
+@pytest.mark.parametrize("kind", STRUCTURES)
+def test_same_gradients(kind):
+    conv = masked(kind, dtype=torch.float64, padding=1)
+    layer, inside = BlockConv.from_dense(conv), conv.weight.detach() != 0
+    inputs = [signal(conv).requires_grad_() for _ in range(2)]
+    for module, x in zip((conv, layer), inputs, strict=True):
+        (module(x) ** 2).sum().backward()
+    if kind != "empty":
+        assert_close(inputs[1].grad, inputs[0].grad)
+    assert_close(layer.bias.grad, conv.bias.grad)
+    for part in layer.parts:
+        part.weight.data = part.weight.grad
+    assert_close(layer.weight.detach(), conv.weight.grad * inside)
+
+
+def test_equal_blocks_are_one_convolution():
+    layer = BlockConv.from_dense(masked("equal"))
+    assert [(part.groups, part.in_channels, part.out_channels) for part in layer.parts] == [(4, 20, 12)]
+    assert layer.macs == 12 * 20 * 9 // 4
+    assert repr(layer) == "BlockConv(20, 12, kernel_size=(3, 3), blocks=4, 540 of 2160 multiply-adds per position)"
+
+
+def test_an_edge_is_any_kernel_position():
+    conv = nn.Conv2d(2, 2, 3, bias=False)
+    with torch.no_grad():
+        conv.weight.zero_()
+        conv.weight[0, 1, 2, 2] = conv.weight[1, 0, 0, 1] = 1
+    assert [(r.tolist(), c.tolist()) for r, c in channel_structure(conv).blocks] == [([0], [1]), ([1], [0])]
+
+
+def test_a_given_structure_cuts():
+    """Blocks asked for are what is kept, also where the kernels do not separate; a block without inputs is dormant."""
+    conv = nn.Conv1d(4, 4, 1)
+    structure = cx.BipartiteStructure.from_labels(np.array([0, 0, 1, 2]), np.array([0, 0, 1, 1]))
+    layer = BlockConv.from_dense(conv, structure)
+    kept = torch.block_diag(torch.ones(2, 2), torch.ones(1, 2), torch.zeros(1, 0))[..., None]
+    assert torch.equal(layer.weight, conv.weight * kept)
+    x = torch.randn(2, 4, 5)
+    assert_close(layer(x), nn.functional.conv1d(x, conv.weight * kept, conv.bias))
+
+
+def test_reloaded_copied_cast_exported():
+    conv = masked("dormant", padding=1)
+    layer, other = BlockConv.from_dense(conv), BlockConv.from_dense(masked("dormant", padding=1))
+    x = signal(conv)
+    other.load_state_dict(layer.state_dict())
+    assert torch.equal(other(x), layer(x))
+    assert torch.equal(copy.deepcopy(layer)(x), layer(x))
+    assert_close(torch.export.export(layer, (x,)).module()(x), layer(x))
+    assert_close(layer.double()(x.double()), conv.double()(x.double()))
+    assert torch.equal(layer.to_dense().weight, conv.weight)
+
+
+def test_bad_input():
+    conv = nn.Conv2d(4, 4, 3, groups=2)
+    with pytest.raises(cx.InvalidOption, match=r"nn.Conv1d, nn.Conv2d, nn.Conv3d, got ConvTranspose2d"):
+        BlockConv.from_dense(nn.ConvTranspose2d(4, 4, 3))
+    with pytest.raises(cx.InvalidMatrix, match=r"expected shape \(4, 4\)"):
+        BlockConv.from_dense(conv, cx.decompose(np.eye(3)))
+    with pytest.raises(cx.InvalidMatrix, match=r"joins the groups \[0, 1\]"):
+        BlockConv.from_dense(conv, cx.decompose(np.ones((4, 4))))
+    layer = BlockConv.from_dense(conv)
+    for shape in [(1, 5, 9, 9), (4, 9), (1, 1, 4, 9, 9)]:
+        with pytest.raises(cx.InvalidMatrix, match="4 channels and 2 axes"):
+            layer(torch.ones(shape))
+    with torch.no_grad():
+        conv.weight[0, 0, 0, 0] = float("nan")
+    with pytest.raises(cx.InvalidMatrix, match=r"conv.weight"):
+        channel_structure(conv)
