@@ -142,7 +142,7 @@ def test_every_layout_and_type_gives_the_sums_of_its_numbers(dtype):
 def test_large_matrices_are_sampled_by_the_calibrated_test_only():
     w = torch.randn(2100, 2100, generator=torch.Generator().manual_seed(0))
     null = nulls.Normal(1.0)
-    assert (1 << 22) <= random_walk_test(w, null).counts.sum() < w.numel()
+    assert (1 << 20) <= random_walk_test(w, null).counts.sum() < w.numel()
     assert random_walk_test(w, null, "literal").counts.sum() == w.numel()
     assert random_walk_test(w, null).shares["preference"] == pytest.approx(0.01, abs=0.001)
 

@@ -12,6 +12,8 @@ from crystallite.annealing.distributions import Null
 from crystallite.arrays import Magnitudes
 from crystallite.errors import InvalidMatrix
 from crystallite.parallel import over_rows, thread_count
+from crystallite.structure.components import kernel_arguments
+from crystallite.structure.kernels import count_survivors
 
 __all__ = ["MagnitudeHistogram", "count_at_least", "magnitude_histogram", "non_finite"]
 
@@ -121,24 +123,18 @@ def magnitude_histogram(magnitudes: Magnitudes, name: str = "matrix") -> Magnitu
 
 def count_at_least(magnitudes: Magnitudes, patterns: int | np.ndarray, name: str = "matrix") -> int:
     """#{pattern(w_ij) ≥ patterns_j}, for one pattern or one per column of the caller's matrix, in one pass."""
+    if magnitudes.transposed and isinstance(patterns, np.ndarray):  # thresholds follow columns, the memory follows rows
+        magnitudes = Magnitudes(magnitudes.bits.T, magnitudes.format)
+    mask, limit, infinity = kernel_arguments(magnitudes, patterns)
     kept = np.zeros(thread_count(magnitudes), np.int64)
-    largest = np.zeros(kept.size, magnitudes.storage)
-    mask = magnitudes.storage(magnitudes.mask)
 
     def count(thread: int, first_row: int, block: np.ndarray) -> None:
-        if isinstance(patterns, int):
-            found, top = kernels.count_at_least(block, mask, magnitudes.storage(patterns))
-        elif magnitudes.transposed:
-            rows = [kernels.count_at_least(block[i : i + 1], mask, patterns[first_row + i]) for i in range(len(block))]
-            found, top = sum(row[0] for row in rows), max(row[1] for row in rows)
-        else:
-            found, top = kernels.count_at_least_by_column(block, mask, patterns)
+        found, bad = count_survivors(block, first_row, mask, limit, infinity)
         kept[thread] += found
-        largest[thread] = max(largest[thread], top)
+        if bad >= 0:
+            raise non_finite(magnitudes, name)
 
     over_rows(magnitudes, count)
-    if largest.max() >= magnitudes.infinity:
-        raise non_finite(magnitudes, name)
     return int(kept.sum())
 
 

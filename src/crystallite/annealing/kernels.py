@@ -12,13 +12,13 @@ from crystallite.parallel import compiled
 
 __all__ = [
     "add_column_magnitudes",
+    "add_column_upper_halves",
     "add_row_magnitudes",
+    "band_misfit",
     "bin_by_column",
     "bin_by_row",
     "bin_patterns",
     "collect_bin",
-    "count_at_least",
-    "count_at_least_by_column",
     "magnitudes_of",
     "upper_halves",
 ]
@@ -45,36 +45,6 @@ def collect_bin(bits, mask, shift, wanted, out):
             out[found] = pattern
             found += 1
     return found
-
-
-@compiled
-def count_at_least(bits, mask, threshold):
-    """How many entries have a pattern ≥ threshold, and the largest pattern."""
-    total, largest = 0, mask ^ mask
-    for i in range(bits.shape[0]):
-        row = bits[i]
-        kept = np.uint32(0)  # as narrow as the entries, so that the loop fills the vector registers
-        for j in range(row.size):
-            pattern = row[j] & mask
-            largest = max(largest, pattern)
-            kept += np.uint32(pattern >= threshold)
-        total += int(kept)
-    return total, largest
-
-
-@compiled
-def count_at_least_by_column(bits, mask, thresholds):
-    """How many entries reach the threshold of their column, and the largest pattern."""
-    total, largest = 0, mask ^ mask
-    for i in range(bits.shape[0]):
-        row = bits[i]
-        kept = np.uint32(0)
-        for j in range(row.size):
-            pattern = row[j] & mask
-            largest = max(largest, pattern)
-            kept += np.uint32(pattern >= thresholds[j])
-        total += int(kept)
-    return total, largest
 
 
 @compiled
@@ -119,6 +89,30 @@ def add_column_magnitudes(values, sums):
 
 
 @compiled
+def add_column_upper_halves(bits, mask, sums):
+    """`add_column_magnitudes` for bfloat16 patterns, the upper halves of float32 ones; decoded in the nearest cache."""
+    rows, cols = bits.shape
+    wide = np.zeros((4, _STRIP), np.uint32)
+    numbers = wide.view(np.float32)
+    for first in range(0, cols, _STRIP):
+        strip = sums[first : first + _STRIP]
+        width = strip.size
+        for i in range(0, rows, 4):
+            taken = min(4, rows - i)
+            for k in range(4):
+                target = wide[k]
+                if k < taken:
+                    row = bits[i + k, first : first + width]
+                    for j in range(width):
+                        target[j] = np.uint32(row[j] & mask) << np.uint32(16)
+                else:
+                    target[:width] = 0
+            a, b, c, d = numbers[0], numbers[1], numbers[2], numbers[3]
+            for j in range(width):
+                strip[j] += (a[j] + b[j]) + (c[j] + d[j])
+
+
+@compiled
 def add_row_magnitudes(values, sums):
     """sums[i] += Σ_j |values[i, j]|, in eight interleaved partial sums so that the order of additions is fixed."""
     lanes = np.zeros(8)
@@ -155,3 +149,35 @@ def bin_by_row(values, scales, counts):
         if scales[i] > 0:
             for j in range(row.size):
                 counts[min(int(abs(row[j]) * scales[i]), last)] += 1
+
+
+@compiled
+def band_misfit(counts, masses, low, high, most_groups):
+    """Pearson's χ² of counts[low:high] against masses in at most `most_groups` bins of equal mass.
+
+    Returns (χ², degrees of freedom, Σ|O − E|/2); 0 degrees of freedom where there are too few counts to tell.
+    """
+    total, mass = 0, 0.0
+    for i in range(low, high):
+        total += counts[i]
+        mass += masses[i]
+    groups = min(most_groups, total // 10, high - low)  # ten expected per bin: the χ² law holds to small p
+    if groups < 2:
+        return 0.0, 0, 0.0
+    if mass == 0:
+        return np.inf, 1, float(total)  # noise is never here
+    statistic, misplaced, bins = 0.0, 0.0, 0
+    observed, expected, cumulative, cut = 0, 0.0, 0.0, 1
+    for i in range(low, high):
+        observed += counts[i]
+        expected += masses[i]
+        cumulative += masses[i]
+        if i == high - 1 or (cut < groups and cumulative > cut / groups * mass * (1 - 1e-12)):
+            while cut < groups and cumulative > cut / groups * mass * (1 - 1e-12):
+                cut += 1
+            e = expected / mass * total
+            statistic += (observed - e) ** 2 / max(e, 1e-9)
+            misplaced += abs(observed - e)
+            bins += 1
+            observed, expected = 0, 0.0
+    return statistic, max(bins - 1, 1), misplaced / 2

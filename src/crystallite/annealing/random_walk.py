@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from scipy import special
 
+from crystallite.annealing import kernels
 from crystallite.annealing.columns import column_sums, relative_histogram
 from crystallite.annealing.distributions import Null
 from crystallite.arrays import Magnitudes, magnitudes
@@ -29,7 +30,7 @@ _ALPHA = 0.05  # of the literal test, at each step
 _FAMILY_ALPHA = 0.01  # of the calibrated test, for all its steps together
 _EFFECT = 0.05  # share of all entries; fewer in the wrong place are not worth stopping for, however significant
 _BEYOND = 0.01  # the calibrated band ends where f0 has at most this share left
-_EXACT = 1 << 22  # entries; the calibrated test samples larger matrices, as its stop is an effect size
+_EXACT = 1 << 20  # entries; the calibrated test samples larger matrices, as its stop is an effect size
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,7 +93,7 @@ def random_walk_test(w: Any, null: Null | None = None, method: str = "calibrated
 
     A zero column has no direction: it is noise. A matrix with one row leaves no choice of direction: all noise.
 
-    Two passes: column sums, one histogram. The histogram of the calibrated test reads at most ~2²² entries.
+    Two passes: column sums, one histogram. The histogram of the calibrated test reads at most ~2²⁰ entries.
 
     >>> from crystallite.annealing.distributions import Uniform
     >>> noise = np.random.default_rng(0).uniform(-1, 1, (256, 256))
@@ -153,26 +154,8 @@ def _last_accepted(counts: np.ndarray, masses: np.ndarray, limit: int, alpha: fl
     """How many steps the band grows before the counts inside it differ from the expected masses; 0 if at once."""
     everything = max(int(counts.sum()), 1)
     for step in range(1, limit + 1):
-        band = slice(max(_CELLS - step, 0), _CELLS + step)
-        significance, misplaced = _goodness_of_fit(counts[band], masses[band])
-        if significance < alpha and misplaced / everything > effect:
+        low, high = max(_CELLS - step, 0), _CELLS + step
+        statistic, freedom, misplaced = kernels.band_misfit(counts, masses, low, high, _GROUPS)
+        if freedom and misplaced > effect * everything and special.chdtrc(freedom, statistic) < alpha:
             return step - 1
     return limit
-
-
-def _goodness_of_fit(counts: np.ndarray, masses: np.ndarray) -> tuple[float, float]:
-    """Pearson's χ² of counts against masses in at most 16 bins of equal mass: its p-value, and Σ|O − E|/2."""
-    total = int(counts.sum())
-    groups = min(_GROUPS, total // 10, counts.size)  # ten expected per bin: the χ² law holds to small p
-    if groups < 2:
-        return 1.0, 0.0  # too few to tell
-    if masses.sum() == 0:
-        return 0.0, float(total)  # noise is never here
-    cumulative = np.cumsum(masses) / masses.sum()
-    cuts = np.searchsorted(cumulative, np.arange(1, groups) / groups, "right")
-    starts = np.unique(np.append(0, np.minimum(cuts, counts.size - 1)))
-    expected = np.add.reduceat(masses, starts) / masses.sum() * total
-    difference = np.add.reduceat(counts, starts) - expected
-    statistic = np.sum(difference**2 / np.maximum(expected, 1e-9))
-    significance = float(special.chdtrc(max(starts.size - 1, 1), statistic))
-    return significance, float(np.abs(difference).sum()) / 2

@@ -22,6 +22,7 @@ __all__ = ["BorderedStructure", "hubs"]
 
 Array = TypeVar("Array", bound="np.ndarray | torch.Tensor")
 _ONE = np.uint64(1)
+_DENSE = 8  # edges per neuron
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -81,7 +82,8 @@ def hubs(
     whose removal splits it best (an articulation point that cuts off a tenth or more), or else the one with the most
     edges left; at the end every hub that is not needed after all goes back. max_hubs (default: 1 % of the neurons or
     5 % of the shorter side, whichever is less, at least 4) bounds the search; noise with no structure needs far more,
-    and the result then says so.
+    and the result then says so. A graph of eight or more edges per neuron is given up at once if setting aside the
+    max_hubs neurons with the most edges does not do it: with so many edges no neuron of few is a bridge.
 
     O(max_hubs · edges) work, two bits per entry of memory.
 
@@ -252,6 +254,15 @@ def _best_cut(words, transposed, rows, cols, label, wanted, size):
 def _separate(words, transposed, rows, cols, limit, most):
     """Greedy separator; see `hubs`."""
     removed = np.zeros(rows + cols, np.bool_)
+    degree = np.empty(rows + cols, np.int64)
+    for node in range(rows + cols):
+        degree[node] = _degree(node, words, transposed, rows, removed)
+    if degree.sum() > _DENSE * (rows + cols):
+        removed[np.argsort(-degree)[:most]] = True
+        _label, size = _components(words, transposed, rows, cols, removed)
+        if size.shape[0] and size.max() > limit:
+            return removed, False
+        removed[:] = False
     order = np.empty(most, np.int64)
     taken = 0
     while True:
@@ -263,12 +274,12 @@ def _separate(words, transposed, rows, cols, limit, most):
             return removed, False
         node, part = _best_cut(words, transposed, rows, cols, label, largest, size[largest])
         if part * 10 > size[largest] * 9:
-            degree = -1
+            most_edges = -1
             for candidate in range(rows + cols):
                 if label[candidate] == largest:
-                    d = _degree(candidate, words, transposed, rows, removed)
-                    if d > degree:
-                        node, degree = candidate, d
+                    edges = _degree(candidate, words, transposed, rows, removed)
+                    if edges > most_edges:
+                        node, most_edges = candidate, edges
         removed[node] = True
         order[taken] = node
         taken += 1

@@ -18,11 +18,12 @@ from numba import njit, types
 from numba.extending import overload
 
 from crystallite.parallel import compiled
-from crystallite.structure.lanes import LANES, lowest_bit, surviving_lanes, unsettled_lanes
+from crystallite.structure.lanes import LANES, bit_count, lowest_bit, surviving_lanes, unsettled_lanes
 
 __all__ = [
     "best_links",
     "collect_survivors",
+    "count_survivors",
     "find",
     "flatten_forest",
     "link_columns",
@@ -154,6 +155,25 @@ def flatten_forest(parent):
     for node in range(parent.shape[0]):
         if parent[node] >= 0:
             parent[node] = find(parent, node)
+
+
+@compiled
+def count_survivors(block, first_row, mask, threshold, infinity):
+    """How many entries survive; returns (count, bad row)."""
+    rows, cols = block.shape
+    whole = cols - cols % LANES
+    count = 0
+    for r in range(rows):
+        row = block[r]
+        bad = np.uint64(0)
+        for start in range(0, whole, LANES):
+            count += bit_count(surviving_lanes(row, start, mask, threshold))
+            if infinity:
+                bad |= surviving_lanes(row, start, mask, infinity)
+        count += bit_count(_last_word(row, whole, mask, threshold))
+        if bad or _any_non_finite(row, whole, mask, infinity):
+            return count, first_row + r
+    return count, -1
 
 
 @compiled

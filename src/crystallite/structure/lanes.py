@@ -13,7 +13,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-__all__ = ["LANES", "lowest_bit", "surviving_lanes", "unsettled_lanes"]
+__all__ = ["LANES", "bit_count", "lowest_bit", "surviving_lanes", "unsettled_lanes"]
 
 LANES = 64
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
@@ -125,5 +125,16 @@ def lowest_bit(_typing: Any, word: Any) -> Any:
 
     def generate(_context: Any, builder: Any, _sig: Any, args: Any) -> Any:
         return builder.cttz(args[0], ir.Constant(ir.IntType(1), 1))
+
+    return signature, generate
+
+
+@intrinsic
+def bit_count(_typing: Any, word: Any) -> Any:
+    """How many bits of a word are set."""
+    signature = types.int64(types.uint64)
+
+    def generate(_context: Any, builder: Any, _sig: Any, args: Any) -> Any:
+        return builder.ctpop(args[0])
 
     return signature, generate
