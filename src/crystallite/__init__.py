@@ -7,6 +7,9 @@ from crystallite.artifact import load, load_block, save
 from crystallite.errors import CheckpointError, CrystalliteError, InvalidMap, InvalidMatrix, InvalidOption
 from crystallite.maps import Embedding, Permutation, Projection
 from crystallite.operators.chain import BlockChain
+from crystallite.operators.conv import BlockConv
+from crystallite.operators.coupling import BorderedLinear, CoupledLinear
+from crystallite.operators.feedforward import BlockFeedForward
 from crystallite.operators.linear import BlockLinear
 from crystallite.reorganization.rewrite import reorganize
 from crystallite.reorganization.summary import summary
@@ -22,9 +25,13 @@ __all__ = [
     "Annealing",
     "BipartiteStructure",
     "BlockChain",
+    "BlockConv",
+    "BlockFeedForward",
     "BlockLinear",
+    "BorderedLinear",
     "BorderedStructure",
     "CheckpointError",
+    "CoupledLinear",
     "CrystalliteError",
     "DirectedProfile",
     "DirectedStructure",

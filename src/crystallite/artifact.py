@@ -256,7 +256,8 @@ def _fill(model: nn.Module, folder: Path, manifest: dict[str, Any]) -> None:
     for module in model.modules():
         if isinstance(module, BlockLinear):
             first = next(module.parameters(), None)
-            module.empty = torch.empty(0, dtype=getattr(torch, manifest["dtype"]) if first is None else first.dtype)
+            dtype = getattr(torch, manifest["dtype"]) if first is None else first.dtype
+            module.empty = torch.empty(0, dtype=dtype)
 
 
 def _check_indices(folder: Path, name: str, module: BlockLinear | BlockChain, tensors: dict[str, Tensor]) -> None:

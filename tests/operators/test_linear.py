@@ -141,6 +141,13 @@ def test_training_stays_inside_the_blocks():
     assert cx.decompose(blocks.weight) == before
 
 
+def test_a_layer_without_blocks_keeps_its_dtype():
+    weight = torch.zeros(3, 4, dtype=torch.float64)
+    layer = cx.BlockLinear.from_dense(weight, None, cx.decompose(weight))
+    assert torch.equal(layer.to_dense().weight, weight)
+    assert layer.float().to_dense().weight.dtype == torch.float32
+
+
 def test_dormant_outputs_emit_their_bias():
     dense, blocks = pair("empty")
     assert torch.equal(blocks(torch.randn(3, 84)), dense.bias.expand(3, -1))

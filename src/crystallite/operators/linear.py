@@ -46,14 +46,15 @@ class BlockLinear(nn.Module):
         columns: Tensor,
         outputs: Tensor,
         bias: Tensor | None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
         self.weights = nn.ParameterList(weights)  # one (blocks, rows, columns) for each shape of block
         self.bias = None if bias is None else nn.Parameter(bias)
-        like = weights[0] if weights else torch.empty(0) if bias is None else bias
         # dtype and device, even without blocks
-        self.register_buffer("empty", like.detach().new_empty(0), persistent=False)
+        empty = torch.empty(0, dtype=weights[0].dtype if weights else dtype, device=columns.device)
+        self.register_buffer("empty", empty, persistent=False)
         self.register_buffer("columns", columns)
         self.register_buffer("outputs", outputs)
 
@@ -78,7 +79,7 @@ class BlockLinear(nn.Module):
         outputs[rows] = torch.arange(len(rows))
         columns, outputs = columns.to(weight.device), outputs.to(weight.device)
         kept_bias = None if bias is None else bias.detach().clone()
-        return cls(structure.shape[1], structure.shape[0], weights, columns, outputs, kept_bias)
+        return cls(structure.shape[1], structure.shape[0], weights, columns, outputs, kept_bias, weight.dtype)
 
     @property
     def n_blocks(self) -> int:
@@ -96,11 +97,11 @@ class BlockLinear(nn.Module):
         row = column = 0
         positions = torch.argsort(self.outputs)  # the output of each row of the blocks; dormant ones last
         for stack in self.weights:
-            for block in stack:
-                rows = positions[row : row + block.shape[0]]
-                cols = self.columns[column : column + block.shape[1]]
-                dense = dense.index_put((rows[:, None], cols[None, :]), block)
-                row, column = row + block.shape[0], column + block.shape[1]
+            count, height, width = stack.shape
+            rows = positions[row : row + count * height].view(count, height, 1)
+            cols = self.columns[column : column + count * width].view(count, 1, width)
+            dense = dense.index_put((rows, cols), stack)
+            row, column = row + count * height, column + count * width
         return dense
 
     def to_dense(self) -> nn.Linear:
