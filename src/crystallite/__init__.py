@@ -11,6 +11,7 @@ from crystallite.operators.conv import BlockConv
 from crystallite.operators.coupling import BorderedLinear, CoupledLinear
 from crystallite.operators.feedforward import BlockFeedForward
 from crystallite.operators.linear import BlockLinear
+from crystallite.operators.recurrent import BlockRecurrent
 from crystallite.reorganization.rewrite import reorganize
 from crystallite.reorganization.summary import summary
 from crystallite.structure.bipartite import BipartiteStructure
@@ -28,6 +29,7 @@ __all__ = [
     "BlockConv",
     "BlockFeedForward",
     "BlockLinear",
+    "BlockRecurrent",
     "BorderedLinear",
     "BorderedStructure",
     "CheckpointError",

@@ -1,0 +1,200 @@
+"""The order of hidden units that puts a recurrent layer into Frobenius normal form (paper, eq. EQ:Frobenius).
+
+Units that feed each other in a circle stand together, after all they listen to; what lies between such blocks points
+forward only. So each block can run through the whole sequence before the next one starts, and what the next one hears
+from it is one matrix product over all time steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from crystallite.structure.decompose import decompose
+
+__all__ = ["Block", "FrobeniusForm", "InputBlock", "Maps", "frobenius_form"]
+
+
+@dataclass(frozen=True)
+class Block:
+    """Neighbouring hidden units (in the new order) that run through time together."""
+
+    first: int  # position of the first unit
+    size: int
+    depth: int  # blocks of one depth do not hear each other
+    continues: bool  # whether a weakly connected component of the block before goes on in this one
+    feedback: int  # how many units of the block each hears: all; 1, itself; or none
+    sources: int  # how many units of other blocks it hears
+
+
+@dataclass(frozen=True)
+class InputBlock:
+    """Neighbouring hidden units that read the same inputs, and no other units do."""
+
+    first: int
+    size: int
+    columns: int  # how many inputs they read
+
+
+class Maps(NamedTuple):
+    """The index tables that go with a form: O(hidden units + inputs + Σ sources)."""
+
+    order: np.ndarray  # (hidden,) the unit at each position
+    component: np.ndarray  # (hidden,) weakly connected component of the unit at each position
+    rank: np.ndarray  # (hidden,) ascending; units of one rank form an SCC, and none hears a higher rank
+    sources: np.ndarray  # positions that the blocks hear, block after block, ascending in each
+    columns: np.ndarray  # inputs that the input blocks read, block after block, ascending in each
+
+
+@dataclass(frozen=True)
+class FrobeniusForm:
+    """The sizes of a recurrent layer in Frobenius form; which units they are is told by the `Maps`.
+
+    Gate values of a block lie together: those of gate g of the unit at position u, in block b, at column
+    gates·first(b) + g·size(b) + u − first(b).
+    """
+
+    gates: int
+    hidden: int
+    blocks: tuple[Block, ...]
+    inputs: tuple[InputBlock, ...]
+
+    @cached_property
+    def stacks(self) -> tuple[tuple[int, ...], ...]:
+        """Indices of the blocks of equal depth and size, by depth: they run together, their weights are one tensor."""
+        stacks: dict[tuple[int, int, int], list[int]] = {}
+        for i, block in enumerate(self.blocks):
+            stacks.setdefault((block.depth, block.size, block.feedback), []).append(i)
+        return tuple(tuple(stack) for _, stack in sorted(stacks.items()))
+
+    @cached_property
+    def hearing(self) -> tuple[int, ...]:
+        """Indices of the blocks that hear others."""
+        return tuple(i for i, block in enumerate(self.blocks) if block.sources)
+
+    @property
+    def depth(self) -> int:
+        return max(block.depth for block in self.blocks) + 1
+
+    @property
+    def macs(self) -> int:
+        """Multiply-accumulates for one time step of one sequence."""
+        heard = sum(b.size * (b.sources + b.feedback) for b in self.blocks)
+        return self.gates * (heard + sum(i.size * i.columns for i in self.inputs))
+
+    @cached_property
+    def gate_columns(self) -> np.ndarray:
+        """(gates, hidden): the column of each gate of the unit at each position."""
+        table = np.empty((self.gates, self.hidden), np.int64)
+        for b in self.blocks:
+            own = np.arange(self.gates * b.size).reshape(self.gates, b.size)
+            table[:, b.first : b.first + b.size] = self.gates * b.first + own
+        return table
+
+    def bins(self, wanted: int) -> list[tuple[int, int, int]]:
+        """(input block or −1, first, stop) of runs of whole components, each of about `wanted` units or one component.
+
+        Units of different bins do not hear each other, so each bin is a recurrent layer of its own.
+        """
+        bounds = [(i.first, n) for n, i in enumerate(self.inputs)]
+        idle = sum(i.size for i in self.inputs)
+        if idle < self.hidden:
+            bounds.append((idle, -1))  # units that read no input come last
+        bins: list[tuple[int, int, int]] = []
+        for block in self.blocks:
+            reads = max(b for b in bounds if b[0] <= block.first)[1]
+            stop = block.first + block.size
+            if block.continues or (bins and bins[-1][0] == reads and stop - bins[-1][1] <= wanted):
+                bins[-1] = (reads, bins[-1][1], stop)
+            else:
+                bins.append((reads, block.first, stop))
+        return bins
+
+
+def frobenius_form(
+    edges: np.ndarray, reads: np.ndarray, gates: int = 1, smallest: int = 1
+) -> tuple[FrobeniusForm, Maps]:
+    """Frobenius form of a layer with `edges[i, j]` where unit i hears unit j and `reads[i, j]` where it reads input j.
+
+    Weak components that share inputs stand together (the bipartite blocks of components × inputs), in each of them
+    component after component, by depth. Units that hear at most themselves, and otherwise the same blocks, are one
+    block: nothing in it needs a matrix. Neighbouring blocks of up to `smallest` units in all become one. O(n²).
+
+    >>> hears = np.array([[1, 0, 0], [1, 1, 1], [0, 1, 1]], bool)
+    >>> form, maps = frobenius_form(hears, np.ones((3, 2), bool))
+    >>> [(b.size, b.depth, b.sources) for b in form.blocks], maps.order
+    ([(1, 0, 0), (2, 1, 1)], array([0, 1, 2]))
+    """
+    structure = decompose(edges, kind="directed", name="recurrent mask")
+    scc, weak, hidden = structure.scc, structure.component, structure.size
+    input_block, column_block = _input_blocks(weak, reads)
+    single = np.bincount(scc)[scc] == 1
+    hears = np.zeros(hidden, np.intp)  # equal where single units hear the same blocks
+    if single.any():
+        hears[single] = np.unique(structure.condensation_words[scc[single]], axis=0, return_inverse=True)[1].ravel()
+    keys = (
+        np.where(single, -1 - edges.diagonal().astype(np.intp), scc),
+        hears,
+        structure.layer,
+        np.where(np.bincount(weak)[weak] == 1, hidden, weak),  # components of one unit stand together
+        input_block,  # the most important
+    )
+    order = np.lexsort(keys)
+    bounds = _merged(_changes(*(key[order] for key in keys)), set(_changes(input_block[order])), hidden, smallest)
+    blocks, sources = _blocks(edges[order][:, order], weak[order], bounds)
+    columns = [np.flatnonzero(column_block == i) for i in range(int(column_block.max(initial=-1)) + 1)]
+    firsts = np.searchsorted(input_block[order], np.arange(len(columns) + 1)).tolist()
+    inputs = tuple(InputBlock(f, g - f, len(c)) for (f, g), c in zip(pairwise(firsts), columns, strict=True))
+    rank = np.zeros(hidden, np.int64)
+    rank[_changes(scc[order])[1:]] = 1
+    tables = (order, weak[order], np.cumsum(rank), np.concatenate(sources), np.concatenate([*columns, order[:0]]))
+    return FrobeniusForm(gates, hidden, blocks, inputs), Maps(*(table.astype(np.int64) for table in tables))
+
+
+def _changes(*labels: np.ndarray) -> list[int]:
+    """Where a run of equal labels begins."""
+    table = np.stack(labels)
+    return [0, *(np.flatnonzero((table[:, 1:] != table[:, :-1]).any(0)) + 1).tolist()]
+
+
+def _merged(starts: list[int], walls: set[int], hidden: int, smallest: int) -> list[tuple[int, int]]:
+    """(first, stop) of blocks, neighbours joined up to `smallest` units, but not across a wall."""
+    bounds: list[tuple[int, int]] = []
+    for first, stop in pairwise([*starts, hidden]):
+        if bounds and first not in walls and stop - bounds[-1][0] <= smallest:
+            bounds[-1] = (bounds[-1][0], stop)
+        else:
+            bounds.append((first, stop))
+    return bounds
+
+
+def _blocks(
+    edges: np.ndarray, component: np.ndarray, bounds: list[tuple[int, int]]
+) -> tuple[tuple[Block, ...], list[np.ndarray]]:
+    """The blocks at these bounds of edges in Frobenius form, and the positions that each hears outside of it."""
+    blocks: list[Block] = []
+    sources = []
+    depth = np.zeros(len(edges), np.intp)
+    for first, stop in bounds:
+        rows = edges[first:stop]
+        heard = np.flatnonzero(rows[:, :first].any(0))  # nobody hears what comes later
+        depth[first:stop] = depth[heard].max(initial=-1) + 1
+        own = rows[:, first:stop]
+        feedback = int(own.any()) if not (own & ~np.eye(stop - first, dtype=bool)).any() else stop - first
+        continues = first > 0 and bool(component[first] == component[first - 1])
+        blocks.append(Block(first, stop - first, int(depth[first]), continues, feedback, len(heard)))
+        sources.append(heard)
+    return tuple(blocks), sources
+
+
+def _input_blocks(component: np.ndarray, reads: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Bipartite block of each unit and of each input; units that read nothing get the highest number."""
+    by_component = np.argsort(component, kind="stable")
+    starts = np.flatnonzero(np.r_[True, np.diff(component[by_component]) != 0])
+    structure = decompose(np.logical_or.reduceat(reads[by_component], starts, axis=0), name="input mask")
+    rows = np.where(structure.row_block < 0, structure.n_blocks, structure.row_block)
+    return rows[component], structure.col_block
