@@ -2,9 +2,9 @@
 
 import sys
 
-from benchmarks import anneal, decompose, scale
+from benchmarks import anneal, decompose, operators, recurrent, scale
 
-PARTS = {"decompose": decompose.main, "anneal": anneal.main, "scale": scale.main}
+PARTS = {part.__name__.rpartition(".")[2]: part.main for part in (decompose, anneal, operators, recurrent, scale)}
 ONLY_WHEN_NAMED = {"scale"}
 
 names = sys.argv[1:] or [name for name in PARTS if name not in ONLY_WHEN_NAMED]
