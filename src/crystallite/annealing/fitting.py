@@ -108,16 +108,18 @@ def choose(w: Any, candidates: Iterable[Null], name: str = "matrix") -> Fit:
     """
     sample = _sample_of(w, name)
     ordered, by_magnitude = _sorted(sample)
-    fits = sorted((_fit(null, ordered, by_magnitude) for null in candidates), key=lambda f: f.ks)
+    drawn = list(candidates)
+    plausible = [null for null in drawn if _share_fits(null, by_magnitude)]  # the others cannot be believed
+    fits = sorted((_fit(null, ordered, by_magnitude) for null in plausible), key=lambda f: f.ks)
     best = next((f for f in fits if f.explains_bulk), None)
     if best is not None and best.ks <= best.slack:
         return best
     try:
         own = _fit(Empirical.fit(sample, name), ordered, by_magnitude)
     except InvalidMatrix:
-        if not fits:
+        if not drawn:
             raise
-        return best or fits[0]
+        return best or min((_fit(null, ordered, by_magnitude) for null in drawn), key=lambda f: f.ks)
     return own if best is None or own.ks <= own.slack else best
 
 
@@ -230,6 +232,15 @@ def _sorted(sample: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     ordered = np.sort(sample[:: -(-sample.size // _COMPARED) or 1])
     ordered = ordered[ordered != 0]
     return ordered, np.sort(np.abs(ordered))
+
+
+def _share_fits(null: Null, by_magnitude: np.ndarray) -> bool:
+    """Whether about half of the entries, or up to a fifth fewer, lie below the null's median magnitude."""
+    size = by_magnitude.size
+    if size == 0:
+        return True
+    share = 2 * int(np.searchsorted(by_magnitude, null.threshold(0.5), "right")) / size
+    return 1 - _LEFT_BULK <= share <= 1 + 2 * max(_SLACK, _CHANCE / math.sqrt(size))
 
 
 def _fit(null: Null, ordered: np.ndarray, by_magnitude: np.ndarray) -> Fit:
