@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -15,7 +17,7 @@ from crystallite.structure.hubs import BorderedStructure
 __all__ = ["BorderedLinear", "CoupledLinear"]
 
 
-class _Coupled(nn.Module):
+class _Coupled(nn.Module, ABC):
     """What both couplings share: blocks that also hold the bias, and the interface of `nn.Linear`."""
 
     def __init__(self, blocks: BlockLinear) -> None:
@@ -44,12 +46,12 @@ class _Coupled(nn.Module):
         return self.blocks.macs + self._coupling_macs
 
     @property
-    def _coupling_macs(self) -> int:
-        raise NotImplementedError
+    @abstractmethod
+    def _coupling_macs(self) -> int: ...
 
     @property
-    def weight(self) -> Tensor:
-        raise NotImplementedError
+    @abstractmethod
+    def weight(self) -> Tensor: ...
 
     def to_dense(self) -> nn.Linear:
         """The layer as one `nn.Linear`."""
@@ -61,8 +63,8 @@ class _Coupled(nn.Module):
                 dense.bias.copy_(self.bias)
         return dense
 
-    def extra_repr(self) -> str:
-        raise NotImplementedError
+    @abstractmethod
+    def extra_repr(self) -> str: ...
 
     def __repr__(self) -> str:
         size = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
