@@ -76,4 +76,7 @@ def test_demo(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "inputs to outputs: 2 blocks, the largest with 50% of the neurons" in out
     assert (tmp_path / "out" / "analysis.json").exists()
-    assert (tmp_path / "out" / "blocks.svg").read_text().startswith("<svg")
+    picture = (tmp_path / "out" / "blocks.svg").read_text()
+    assert picture.startswith("<svg")
+    assert picture.count('class="block"') == 2
+    assert "path{stroke:" in picture

@@ -63,7 +63,7 @@ def run(out: Path) -> None:
     shutil.rmtree(artifact, ignore_errors=True)
     save(small, artifact)
     picture = out / "blocks.svg"
-    picture.write_text(_picture(weights[0].numpy()))
+    picture.write_text(_picture(weights[1].numpy()))
 
     print("3. Speed: the blocks of a 4096×4096 matrix\n")
     read, ours = _timings(torch.randn(4096, 4096))
@@ -172,11 +172,10 @@ def _picture(w: np.ndarray) -> str:
         parts.append(f'<rect class="block" x="{col}" y="{row}" width="{cols}" height="{rows}"/>')
         row, col = row + rows, col + cols
     size = f"{2 * w.shape[1] + 14} {w.shape[0] + 2}"
-    style = (
-        "rect{fill:#3b6ea5}.frame,.block{fill:none;stroke:#888;stroke-width:.6}.block{stroke:#d1495b;stroke-width:1}"
-    )
+    style = "path{stroke:#3b6ea5}rect{fill:none;stroke:#888;stroke-width:.6}.block{stroke:#d1495b;stroke-width:1}"
+    height = round(720 * (w.shape[0] + 2) / (2 * w.shape[1] + 14))
     title = "A weight matrix before and after its row and column permutations"
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="-1 -1 {size}" width="720" role="img">'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="-1 -1 {size}" width="720" height="{height}" role="img">'
         f"<title>{title}</title><style>{style}</style>{''.join(parts)}</svg>\n"
     )
