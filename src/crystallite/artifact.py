@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from crystallite.errors import CheckpointError, InvalidOption
 from crystallite.operators.chain import BlockChain, SubnetworkGroup
 from crystallite.operators.linear import BlockLinear
-from crystallite.reorganization.rewrite import LayerChange
+from crystallite.reorganization.record import LayerChange, Reorganization
 from crystallite.weights.checkpoint import open_checkpoint
 
 __all__ = ["load", "load_block", "save"]
@@ -76,7 +76,7 @@ def save(model: nn.Module, path: str | os.PathLike[str], *, metadata: dict[str, 
             "tree": _tree(model),
             "dtype": str(next(iter(state.values())).dtype).removeprefix("torch."),
             "tied": _ties(state),
-            "reorganization": [asdict(c) for c in getattr(model, "reorganization", [])],
+            "reorganization": [asdict(c) for c in getattr(model, "reorganization", Reorganization([])).changes],
             "metadata": metadata or {},
         }
         try:
@@ -111,7 +111,8 @@ def load(path: str | os.PathLike[str], into: nn.Module | None = None) -> nn.Modu
     else:
         model = _build(manifest["tree"], folder)
     _fill(model, folder, manifest)
-    model.reorganization = [LayerChange(**c) for c in manifest["reorganization"]]  # type: ignore[assignment]
+    changes = [LayerChange(**c) for c in manifest["reorganization"]]
+    model.reorganization = Reorganization(changes)  # type: ignore[assignment]
     return model
 
 

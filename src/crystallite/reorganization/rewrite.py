@@ -15,26 +15,13 @@ from crystallite.annealing.anneal import anneal
 from crystallite.errors import InvalidOption
 from crystallite.operators.chain import ELEMENTWISE, BlockChain
 from crystallite.operators.linear import BlockLinear
+from crystallite.reorganization.record import LayerChange, Reorganization
 from crystallite.structure.bipartite import BipartiteStructure
 from crystallite.structure.decompose import decompose
 
-__all__ = ["LayerChange", "reorganize"]
+__all__ = ["reorganize"]
 
 _WORTH = 0.75  # blocks must save a quarter of the multiply-adds, or moving their inputs and outputs eats the gain
-
-
-@dataclass(frozen=True)
-class LayerChange:
-    """What became of one layer."""
-
-    name: str
-    became: str  # the new module, or why the layer was left as it was
-    macs_before: int
-    macs_after: int
-    parameters_before: int
-    parameters_after: int
-    kept_share: float = 1.0
-    blocks: int = 1
 
 
 def reorganize(
@@ -99,7 +86,8 @@ def reorganize(
     for name, structure in structures.items():
         if name not in changes:
             changes[name] = _swap_layer(result, name, layers[name], structure)
-    result.reorganization = [changes[name] for name in layers]  # type: ignore[assignment]
+    options = {"level": level, "null": str(null), "correction": correction, "random_walk": random_walk, "rule": rule}
+    result.reorganization = Reorganization([changes[n] for n in layers], [], options)  # type: ignore[assignment]
     return result
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from crystallite.errors import InvalidOption
-from crystallite.reorganization.rewrite import LayerChange
+from crystallite.reorganization.record import LayerChange, Reorganization
 
 __all__ = ["Summary", "summary"]
 
@@ -51,7 +51,7 @@ def summary(model: nn.Module) -> Summary:
     Traceback (most recent call last):
     crystallite.errors.InvalidOption: this model was not made by reorganize; pass its result
     """
-    changes = getattr(model, "reorganization", None)
-    if not isinstance(changes, list):
+    record = getattr(model, "reorganization", None)
+    if not isinstance(record, Reorganization):
         raise InvalidOption("this model was not made by reorganize; pass its result")
-    return Summary(changes)
+    return Summary(record.changes)
