@@ -9,20 +9,28 @@ import torch
 from torch import nn
 
 import crystallite as cx
+from crystallite.operators import engine
 from tests.operators.tolerance import assert_close
 
 
-def planted(sizes, groups, seed=0, dead=0.0, bias=True, dtype=torch.float64):
-    """Linear layers whose neurons fall into `groups` end to end, shuffled; a share of them without edges."""
+def planted(sizes, groups, seed=0, dead=0.0, bias=True, dtype=torch.float64, shared=True):
+    """Linear layers whose neurons fall into `groups`, shuffled; a share of them without edges.
+
+    shared: consecutive layers agree on the groups of the neurons between them; otherwise each draws its own.
+    """
     rng = np.random.default_rng(seed)
-    labels = [
-        np.where(rng.random(n) < dead, -1 - i, rng.permutation(np.arange(n) % groups)) for i, n in enumerate(sizes)
-    ]
-    layers = []
+
+    def draw(depth):
+        n = sizes[depth]
+        return np.where(rng.random(n) < dead, -1 - depth, rng.permutation(np.arange(n) % groups))
+
+    layers, label = [], draw(0)
     for depth, (n, m) in enumerate(pairwise(sizes)):
+        cols = label if shared else draw(depth)
+        label = draw(depth + 1)
         layer = nn.Linear(n, m, bias, dtype=dtype)
         with torch.no_grad():
-            layer.weight *= torch.from_numpy(labels[depth + 1][:, None] == labels[depth])
+            layer.weight *= torch.from_numpy(label[:, None] == cols)
         layers.append(layer)
     return layers
 
@@ -52,10 +60,74 @@ def test_same_outputs(sizes, groups, dead, bias, dtype):
     activations = [nn.GELU() for _ in layers[1:]]
     whole = dense(layers, activations)
     chain = cx.BlockChain.from_dense(layers, activations)
-    assert dead or chain.n_blocks == groups
-    for shape in [(sizes[0],), (1, sizes[0]), (7, sizes[0]), (2, 3, sizes[0]), (0, sizes[0])]:
+    assert dead or (chain.n_subnetworks == groups and chain.n_shuffles == 0)
+    for shape in [(sizes[0],), (1, sizes[0]), (7, sizes[0]), (2, 3, sizes[0]), (0, sizes[0]), (50, sizes[0])]:
         x = torch.randn(shape).to(dtype)
         assert_close(chain(x), whole(x))
+        with torch.no_grad():  # by the compiled kernels
+            assert_close(chain(x), whole(x))
+
+
+@pytest.mark.parametrize("activation", [nn.ReLU(), nn.Sequential(nn.ReLU(), nn.Dropout(0.5)), nn.Identity(), nn.Tanh()])
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("batch", [1, 2, 5, 40, 200])
+def test_hidden_partitions_that_differ_leave_one_shuffle(activation, threads, batch, monkeypatch):
+    monkeypatch.setattr(engine, "_WORTH_A_THREAD", 0.0)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    layers = planted((24, 36, 30, 20), 4, dead=0.1, shared=False, dtype=torch.float32)
+    whole = dense(layers, [activation] * 2).eval()
+    chain = cx.BlockChain.from_dense(layers, [activation] * 2).eval()
+    assert chain.n_shuffles == 2
+    x = torch.randn(batch, 24)
+    with torch.inference_mode():
+        assert_close(chain(x), whole(x))
+    assert_close(chain(x), whole(x))
+
+
+def test_finer_blocks_before_coarser_ones_need_no_shuffle():
+    first, second = planted((24, 24), 4)[0], nn.Linear(24, 10, dtype=torch.float64)
+    label = np.empty(24, int)
+    for i, (rows, _) in enumerate(cx.decompose(first.weight).blocks):
+        label[rows] = i // 2
+    with torch.no_grad():
+        second.weight *= torch.from_numpy(np.arange(10)[:, None] % 2 == label)
+    chain = cx.BlockChain.from_dense([first, second], [nn.ReLU()])
+    assert chain.n_shuffles == 0
+    assert [layer.n_blocks for layer in chain.layers] == [4, 2]
+    x = torch.randn(3, 24, dtype=torch.float64)
+    assert_close(chain(x), second(torch.relu(first(x))))
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("dead", [0.0, 0.3])
+@pytest.mark.parametrize("bias", [True, False])
+def test_undone_bit_for_bit(shared, dead, bias):
+    layers = planted((13, 25, 22, 9), 3, dead=dead, shared=shared, bias=bias)
+    chain = cx.BlockChain.from_dense(layers, [nn.ReLU()] * 2)
+    for undone, layer in zip(chain.to_dense(), layers, strict=True):
+        assert torch.equal(undone.weight, layer.weight)
+        assert undone.bias is layer.bias is None or torch.equal(undone.bias, layer.bias)
+
+
+def test_new_weights_are_seen():
+    """What the compiled kernels hold of a chain follows its parameters."""
+    layers = planted((12, 24, 8), 4, dtype=torch.float32)
+    chain = cx.BlockChain.from_dense(layers, [nn.Dropout(0.5)]).eval()
+    x = torch.randn(20, 12)
+    with torch.inference_mode():
+        before = chain(x)
+    with torch.no_grad():
+        chain.layers[0].weights[0].mul_(2)  # in place
+        chain.layers[0].bias.zero_()
+        changed = chain(x)
+        assert not torch.equal(before, changed)
+        chain.layers[1].weights[0] = nn.Parameter(chain.layers[1].weights[0] * 3)  # replaced
+        chain.layers[1].bias.data = torch.zeros(8)
+        assert_close(chain(x), dense(chain.to_dense(), [nn.Identity()])(x))
+        chain.train()
+        assert not torch.equal(chain(x), chain(x))  # dropout
+        doubled = chain.eval().double()
+        assert_close(doubled(x.double()), dense(doubled.to_dense(), [nn.Identity()])(x.double()))
 
 
 def test_same_gradients():
@@ -80,8 +152,9 @@ def test_subnetworks_run_alone_and_join():
     y = torch.full((6, 12), float("nan"), dtype=torch.float64)
     for network, reads, writes in chain.subnetworks():
         y[:, writes] = network(x[:, reads])
-    idle = torch.isnan(y[0])
-    y[:, idle] = chain.idle_bias
+    idle, values = chain.idle_outputs()
+    assert torch.equal(torch.isnan(y[0]).nonzero()[:, 0], idle.sort().values)
+    y[:, idle] = values
     assert_close(y, whole(x))
 
 
@@ -107,6 +180,7 @@ def test_reload_and_copy():
     assert torch.equal(other(x), chain(x))
     assert torch.equal(copy.deepcopy(chain)(x), chain(x))
     assert_close(torch.export.export(chain, (x,)).module()(x), chain(x))
+    assert_close(torch.func.vmap(chain)(x), chain(x))
 
 
 def test_bad_input():

@@ -9,8 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import crystallite as cx
+from crystallite.operators import engine
 from tests.operators.tolerance import assert_close
 
 STRUCTURES = ["equal", "ragged", "one block", "dormant", "empty", "singletons", "wide and tall"]
@@ -49,6 +51,81 @@ def test_same_outputs(kind, dtype, shape):
     dense, blocks = pair(kind, dtype)
     x = torch.randn(shape).to(dtype)
     assert_close(blocks(x), dense(x))
+    with torch.no_grad():  # by the compiled kernels
+        assert_close(blocks(x), dense(x))
+
+
+@pytest.mark.parametrize("kind", STRUCTURES)
+@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize("samples", [1, 3, 4, 15, 16, 17, 500])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_any_number_of_samples_and_threads(kind, threads, samples, dtype, monkeypatch):
+    monkeypatch.setattr(engine, "_WORTH_A_THREAD", 0.0)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    dense, blocks = pair(kind, dtype)
+    x = torch.randn(84, samples, dtype=dtype).t()  # not contiguous
+    with torch.inference_mode():
+        assert_close(blocks(x), dense(x))
+
+
+def test_not_a_number_stays_where_it_is():
+    dense, blocks = pair("equal")
+    x = torch.randn(40, 84)
+    x[7, 3] = float("nan")
+    with torch.inference_mode():
+        reached = torch.isnan(blocks(x))
+    assert reached.any()
+    assert not reached[torch.arange(40) != 7].any()
+    row = torch.isnan(blocks(x[7]))
+    assert torch.equal(row, reached[7])
+    assert torch.equal(row, dense.weight[:, 3] != 0)
+
+
+def test_blocks_in_order_move_nothing():
+    weight = torch.zeros(7, 9)
+    weight[:2, :4] = weight[2:5, 4:8] = 1.0  # the last rows and the last column are dormant
+    layer = cx.BlockLinear.from_dense(weight, torch.ones(7), cx.decompose(weight))
+    assert layer.columns is None
+    assert layer.outputs is None
+    assert {name for name, _ in layer.named_buffers()} == {"empty"}
+    x = torch.randn(5, 9)
+    assert_close(layer(x), nn.functional.linear(x, weight, torch.ones(7)))
+    with torch.no_grad():
+        assert_close(layer(x), nn.functional.linear(x, weight, torch.ones(7)))
+
+
+def test_blocks_may_share_columns():
+    """As the query, key and value of a fused projection do."""
+    torch.manual_seed(0)
+    weight = torch.zeros(6, 4)
+    blocks = [(np.array([0, 2]), np.array([0, 1])), (np.array([1]), np.array([2, 3])), (np.array([3, 5]), np.arange(4))]
+    for rows, cols in blocks:
+        weight[np.ix_(rows, cols)] = torch.randn(len(rows), len(cols))
+    layer = cx.BlockLinear.from_blocks(weight, None, blocks)
+    assert layer.n_blocks == 3
+    assert torch.equal(layer.to_dense().weight, weight)
+    x = torch.randn(20, 4)
+    assert_close(layer(x), x @ weight.T)
+    with torch.no_grad():
+        assert_close(layer(x), x @ weight.T)
+    with pytest.raises(cx.InvalidMatrix, match="at most one block"):
+        cx.BlockLinear.from_blocks(weight, None, [blocks[0], blocks[0]])
+
+
+@pytest.mark.parametrize("kind", ["equal", "ragged", "dormant"])
+def test_compiled_mapped_and_counted(kind):
+    """What rewrites or watches a computation sees PyTorch's operations."""
+    _, blocks = pair(kind)
+    x = torch.randn(16, 84)
+    with torch.no_grad():
+        expected = blocks(x)
+        assert_close(torch.compile(blocks, backend="aot_eager", fullgraph=True)(x), expected)
+        assert_close(torch.func.vmap(blocks)(x), expected)
+        with FlopCounterMode(display=False) as counter:
+            blocks(x)
+    assert counter.get_total_flops() == 2 * 16 * blocks.macs
+    jacobian = torch.func.vmap(torch.func.jacrev(blocks))(x)
+    assert_close(jacobian, blocks.weight.detach().expand(16, -1, -1))
 
 
 @pytest.mark.parametrize("bias", [True, False])

@@ -1,18 +1,35 @@
-"""`BlockChain`: consecutive linear layers that separate end to end, as independent subnetworks side by side."""
+"""`BlockChain`: consecutive linear layers as their blocks, with nothing moved between them that need not be."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from itertools import groupby, pairwise
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
 from torch import Tensor, nn
 
 from crystallite.errors import InvalidMatrix
-from crystallite.structure.levels import chain_labels
+from crystallite.operators.engine import (
+    Activation,
+    Block,
+    Plan,
+    Stage,
+    array,
+    can_run_compiled,
+    cut,
+    in_order,
+    joined,
+    products,
+    run,
+)  # fmt: skip
+from crystallite.structure.bipartite import BipartiteStructure
+from crystallite.structure.decompose import decompose
 
-__all__ = ["ELEMENTWISE", "BlockChain", "SubnetworkGroup"]
+__all__ = ["ELEMENTWISE", "BlockChain", "ChainLayer"]
 
 # What may stand between two layers without mixing neurons.
 ELEMENTWISE = (
@@ -23,10 +40,11 @@ ELEMENTWISE = (
 
 
 class BlockChain(nn.Module):
-    """Linear layers with elementwise functions between them, as k subnetworks that share no neuron.
+    """Linear layers with elementwise functions between them, each layer as its blocks.
 
-    The hidden permutations of the layers are folded into the stored weights: inputs are gathered once, outputs once,
-    and nothing moves in between. Subnetworks of equal sizes run as one batched product per layer.
+    The order of hidden neurons is free, so it is chosen: where the partitions of consecutive layers agree, or that of
+    the first is finer, R = Q₂P₁⁻¹ is folded into the stored weights and nothing moves; elsewhere one shuffle is left.
+    Inputs are gathered once, outputs once.
 
     >>> _ = torch.manual_seed(0)
     >>> layers = [nn.Linear(4, 4), nn.Linear(4, 2)]
@@ -35,35 +53,28 @@ class BlockChain(nn.Module):
     ...     layers[1].weight[0, 2:] = layers[1].weight[1, :2] = 0
     >>> chain = BlockChain.from_dense(layers, [nn.ReLU()])
     >>> chain
-    BlockChain(4 → 4 → 2, subnetworks=2, 12 of 24 multiply-adds)
+    BlockChain(4 → 4 → 2, blocks=2 → 2, shuffles=0, subnetworks=2, 12 of 24 multiply-adds)
     >>> len(chain.subnetworks())
     2
     """
 
-    inputs: Tensor  # input position of each column of the first layer's blocks, subnetwork after subnetwork
-    outputs: Tensor  # place of each output among what the subnetworks emit; those of no subnetwork come last
-    idle_bias: Tensor  # what the outputs of no subnetwork emit
+    empty: Tensor
+    outputs: Tensor | None  # place of each output among the rows of the last layer; None: as they come
 
-    def __init__(
-        self,
-        sizes: Sequence[int],
-        groups: Iterable[nn.Module],
-        activations: Iterable[nn.Module],
-        inputs: Tensor,
-        outputs: Tensor,
-        idle_bias: Tensor,
-    ) -> None:
+    def __init__(self, layers: Iterable[ChainLayer], activations: Iterable[nn.Module], outputs: Tensor | None) -> None:
         super().__init__()
-        self.sizes = tuple(sizes)
-        self.groups = nn.ModuleList(groups)
+        self.layers = nn.ModuleList(layers)
+        made = list(self._layers())
+        self.sizes = (made[0].in_features, *(layer.out_features for layer in made))
+        self.in_features, self.out_features = self.sizes[0], self.sizes[-1]
         self.activations = nn.ModuleList(activations)
-        self.register_buffer("inputs", inputs)
         self.register_buffer("outputs", outputs)
-        self.idle_bias = nn.Parameter(idle_bias)
+        self.register_buffer("empty", made[0].empty, persistent=False)
+        self._plan = Plan([], [])
 
     @classmethod
     def from_dense(cls, layers: Sequence[nn.Linear], activations: Sequence[nn.Module]) -> BlockChain:
-        """Cut a chain of layers along the components of its nonzero weights, neurons shared between layers."""
+        """Cut each layer along the components of its nonzero weights, and choose the orders of the hidden neurons."""
         for i, (before, after) in enumerate(pairwise(layers)):
             if before.out_features != after.in_features:
                 raise InvalidMatrix(f"layer {i + 1}: expected {before.out_features} inputs, got {after.in_features}")
@@ -71,135 +82,332 @@ class BlockChain(nn.Module):
             raise InvalidMatrix(
                 f"expected {len(layers) - 1} activations between {len(layers)} layers, got {len(activations)}"
             )
-        labels = chain_labels([layer.weight.detach() for layer in layers])
-        names = np.unique(np.concatenate(labels))
-        members = [[np.flatnonzero(label == name) for label in labels] for name in names[names >= 0]]
-        members = [m for m in members if len(m[-1])]  # a subnetwork without an output computes nothing
-        members.sort(key=lambda m: [len(part) for part in m], reverse=True)
-        groups = [
-            SubnetworkGroup.cut(layers, list(equal))
-            for _shape, equal in groupby(members, key=lambda m: [len(p) for p in m])
-        ]
-        placed = _joined([m[-1] for m in members])
-        idle = np.setdiff1d(np.arange(layers[-1].out_features), placed)
-        order = torch.from_numpy(np.argsort(np.concatenate([placed, idle]), kind="stable"))
-        last = layers[-1]
-        idle_bias = (
-            last.weight.new_zeros(len(idle)) if last.bias is None else last.bias.detach()[torch.from_numpy(idle)]
-        )
-        inputs = torch.from_numpy(_joined([m[0] for m in members]))
-        sizes = [layers[0].in_features, *(layer.out_features for layer in layers)]
-        device = last.weight.device
-        return cls(sizes, groups, activations, inputs.to(device), order.to(device), idle_bias.clone())
+        structures = [decompose(layer.weight.detach(), name=f"layer {i}") for i, layer in enumerate(layers)]
+        arranged = _arranged(structures)
+        device = layers[0].weight.device
+        made, place = [], np.arange(layers[0].in_features)  # line of each neuron in the state before the layer
+        for layer, (blocks, dormant) in zip(layers, arranged, strict=True):
+            rows = joined([*(rows for rows, _ in blocks), dormant])
+            made.append(ChainLayer.cut(layer, blocks, rows, place[joined([cols for _, cols in blocks])]))
+            place = np.argsort(rows, kind="stable")
+        made[-1].neurons = None  # `outputs` says it
+        outputs = None if in_order(place) else torch.from_numpy(place).to(device)
+        return cls(made, activations, outputs)
 
-    @property
-    def in_features(self) -> int:
-        return self.sizes[0]
+    def _layers(self) -> Iterator[ChainLayer]:
+        for layer in self.layers:
+            assert isinstance(layer, ChainLayer)
+            yield layer
 
-    @property
-    def out_features(self) -> int:
-        return self.sizes[-1]
+    # what it is
 
     @property
     def n_blocks(self) -> int:
-        return sum(group.count for group in self.subnetwork_groups)
+        """Blocks of all layers."""
+        return sum(layer.n_blocks for layer in self._layers())
+
+    @property
+    def n_shuffles(self) -> int:
+        """Gathers left between layers."""
+        return sum(layer.columns is not None for layer in list(self._layers())[1:])
+
+    @property
+    def n_subnetworks(self) -> int:
+        """Parts that share no neuron from the first layer to the last."""
+        return len(self._members())
 
     @property
     def macs(self) -> int:
         """Multiply-accumulates per input vector."""
-        return sum(w.numel() for group in self.subnetwork_groups for w in group.weights)
+        return sum(layer.macs for layer in self._layers())
 
     @property
     def dense_macs(self) -> int:
         return sum(a * b for a, b in pairwise(self.sizes))
 
-    @property
-    def subnetwork_groups(self) -> list[SubnetworkGroup]:
-        return [group for group in self.groups if isinstance(group, SubnetworkGroup)]
+    def to_dense(self) -> list[nn.Linear]:
+        """The layers with zeros between their blocks, bit for bit what they were cut from."""
+        return [layer.to_dense(reads, rows) for layer, reads, rows in self._with_neurons()]
+
+    def _with_neurons(self) -> Iterator[tuple[ChainLayer, Tensor, Tensor]]:
+        """Each layer with the neuron that each column of its blocks reads, and the one that each of its rows is."""
+        layers = list(self._layers())
+        state = torch.arange(self.in_features, device=self.empty.device)
+        for layer in layers:
+            reads = state[: layer.reads] if layer.columns is None else state[layer.columns]
+            rows = layer.neurons if layer is not layers[-1] else _inverse(self.outputs)
+            state = torch.arange(layer.out_features, device=reads.device) if rows is None else rows
+            yield layer, reads, state
+
+    # what it does
 
     def forward(self, x: Tensor) -> Tensor:
         if x.shape[-1] != self.in_features:
             raise InvalidMatrix(f"expected {self.in_features} input features, got shape {tuple(x.shape)}")
-        flat = x.reshape(-1, self.in_features).index_select(1, self.inputs)
-        parts, start = [], 0
-        for group in self.subnetwork_groups:
-            stop = start + group.count * group.in_features
-            parts.append(group(flat[:, start:stop], self.activations))
-            start = stop
-        if len(self.idle_bias) or not parts:
-            parts.append(self.idle_bias.expand(flat.shape[0], -1))
-        joined = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
-        return joined.index_select(1, self.outputs).view(*x.shape[:-1], self.out_features)
+        flat = x.reshape(-1, self.in_features)
+        if flat.dtype == self.empty.dtype and can_run_compiled(flat, self):
+            plan = self._plan if self._plan.valid() else self._planned()
+            if plan.suits(flat):
+                return run(plan, flat).view(*x.shape[:-1], self.out_features)
+        state = flat.t()
+        for i, layer in enumerate(self._layers()):
+            state = layer(state)
+            if i < len(self.activations):
+                state = self.activations[i](state)
+        y = state.t() if self.outputs is None else state.t().index_select(1, self.outputs)
+        return y.reshape(*x.shape[:-1], self.out_features)
+
+    def _planned(self) -> Plan:
+        activations = [_Between(activation) for activation in self.activations]
+        last = len(self.layers) - 1
+        stages = [layer.stage(relu=i < last and activations[i].is_relu) for i, layer in enumerate(self._layers())]
+        self._plan = Plan(
+            self.modules(), stages, array(self.outputs), array(None, self.empty), self.out_features,
+            [between.rest for between in activations],
+        )  # fmt: skip
+        return self._plan
 
     def subnetworks(self) -> list[tuple[nn.Sequential, Tensor, Tensor]]:
         """Each subnetwork as a network of its own, with the inputs it reads and the outputs it writes.
 
-        y[:, outputs] = subnetwork(x[:, inputs]) for each of them, and `idle_bias` elsewhere, is the whole chain.
+        y[:, outputs] = subnetwork(x[:, inputs]) for each of them, and `idle_outputs` elsewhere, is the whole chain.
         """
+        parts = [(layer, reads.cpu(), rows.cpu()) for layer, reads, rows in self._with_neurons()]
         found = []
-        written = torch.argsort(self.outputs)
-        row = column = 0
-        for group in self.subnetwork_groups:
-            for i in range(group.count):
-                stages: list[nn.Module] = []
-                for depth, (weight, bias) in enumerate(zip(group.weights, group.biases, strict=True)):
-                    layer = nn.Linear(weight.shape[2], weight.shape[1], device=weight.device, dtype=weight.dtype)
-                    with torch.no_grad():
-                        layer.weight.copy_(weight[i])
-                        layer.bias.copy_(bias[i, 0])
-                    stages.append(layer)
-                    if depth < len(self.activations):
-                        stages.append(self.activations[depth])
-                reads = self.inputs[column : column + group.in_features]
-                writes = written[row : row + group.out_features]
-                found.append((nn.Sequential(*stages), reads, writes))
-                row, column = row + group.out_features, column + group.in_features
+        for members in self._members():
+            stages: list[nn.Module] = []
+            for depth, (layer, reads, rows) in enumerate(parts):
+                stages.append(layer.part(reads, rows, members[depth], members[depth + 1]))
+                stages += list(self.activations[depth : depth + 1])
+            found.append((nn.Sequential(*stages), torch.from_numpy(members[0]), torch.from_numpy(members[-1])))
         return found
+
+    def idle_outputs(self) -> tuple[Tensor, Tensor]:
+        """The outputs of no subnetwork, and what they emit."""
+        layer, _, rows = list(self._with_neurons())[-1]
+        idle = rows[layer.writes :]
+        return idle, layer.empty.new_zeros(len(idle)) if layer.bias is None else layer.bias.detach()[layer.writes :]
+
+    def _members(self) -> list[list[np.ndarray]]:
+        """For each subnetwork its neurons before the first layer, after it, …; parts without an output are none."""
+        labels: list[list[np.ndarray]] = [
+            [np.full(size, -1) for size in (layer.in_features, layer.out_features)] for layer in self._layers()
+        ]
+        edges, used = [], 0
+        for i, (layer, reads, rows) in enumerate(self._with_neurons()):
+            row_block, column_block = layer.blocks_of_lines()
+            labels[i][0][reads.cpu().numpy()] = column_block + used
+            labels[i][1][rows.cpu().numpy()[: layer.writes]] = row_block + used
+            used += layer.n_blocks
+            if i:
+                met = np.stack([labels[i - 1][1], labels[i][0]])
+                edges.append(met[:, (met >= 0).all(0)])
+        pairs = np.concatenate(edges, 1) if edges else np.zeros((2, 0), np.int64)
+        graph = coo_array((np.ones(pairs.shape[1], bool), (pairs[0], pairs[1])), shape=(used, used))
+        _, component = connected_components(graph, directed=False)
+        names = np.append(component, -1)  # of block −1 too
+        neurons = [names[labels[0][0]]]
+        neurons += [np.maximum(names[after[0]], names[before[1]]) for before, after in pairwise(labels)]
+        neurons.append(names[labels[-1][1]])
+        found = [[np.flatnonzero(layer == c) for layer in neurons] for c in np.unique(neurons[-1]) if c >= 0]
+        return sorted(found, key=lambda m: int(m[-1][0]))
+
+    # how it is stored
+
+    def describe(self) -> dict[str, Any]:
+        """All that is needed to rebuild the chain around its tensors and activations, as plain values."""
+        return {"layers": [layer.describe() for layer in self._layers()], "outputs": self.outputs is not None}
+
+    @classmethod
+    def from_description(cls, description: dict[str, Any], activations: Sequence[nn.Module]) -> BlockChain:
+        """A chain of that shape whose tensors are not filled."""
+        layers = [ChainLayer.from_description(layer) for layer in description["layers"]]
+        outputs = torch.empty(layers[-1].out_features, dtype=torch.long) if description["outputs"] else None
+        return cls(layers, activations, outputs)
+
+    def index_limits(self) -> dict[str, int]:
+        """What the values of each index table must stay below."""
+        limits = {} if self.outputs is None else {"outputs": self.out_features}
+        for i, layer in enumerate(self._layers()):
+            limits |= {f"layers.{i}.{name}": limit for name, limit in layer.index_limits().items()}
+        return limits
 
     def __repr__(self) -> str:
         sizes = " → ".join(map(str, self.sizes))
-        return f"BlockChain({sizes}, subnetworks={self.n_blocks}, {self.macs} of {self.dense_macs} multiply-adds)"
+        blocks = " → ".join(str(layer.n_blocks) for layer in self._layers())
+        return (
+            f"BlockChain({sizes}, blocks={blocks}, shuffles={self.n_shuffles}, subnetworks={self.n_subnetworks}, "
+            f"{self.macs} of {self.dense_macs} multiply-adds)"
+        )
 
 
-class SubnetworkGroup(nn.Module):
-    """Subnetworks of equal sizes, their weights stacked layer by layer."""
+class ChainLayer(nn.Module):
+    """One layer of a chain: (columns, samples) → (rows, samples), the dormant rows last."""
 
-    def __init__(self, weights: list[Tensor], biases: list[Tensor]) -> None:
+    empty: Tensor
+    columns: Tensor | None  # line of the state before that each column of the blocks reads; None: the first, in order
+    neurons: Tensor | None  # the hidden neuron that each row is in the model; None: in order
+
+    def __init__(
+        self, in_features: int, out_features: int, weights: list[Tensor], bias: Tensor | None, columns: Tensor | None,
+        neurons: Tensor | None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
-        self.weights = nn.ParameterList(weights)  # (subnetworks, outputs, inputs) for each layer
-        self.biases = nn.ParameterList(biases)  # (subnetworks, 1, outputs)
+        self.in_features, self.out_features = in_features, out_features
+        self.weights = nn.ParameterList(weights)  # (blocks, rows, columns) for each run of equal blocks
+        self.bias = None if bias is None else nn.Parameter(bias)  # as the rows are
+        empty = weights[0].detach().new_empty(0) if weights else torch.empty(0, dtype=dtype)
+        self.register_buffer("empty", empty, persistent=False)  # dtype and device, even without blocks
+        self.register_buffer("columns", columns)
+        self.register_buffer("neurons", neurons)
 
     @classmethod
-    def cut(cls, layers: Sequence[nn.Linear], members: list[list[np.ndarray]]) -> SubnetworkGroup:
-        weights, biases = [], []
-        for depth, layer in enumerate(layers):
-            bias = layer.weight.new_zeros(layer.out_features) if layer.bias is None else layer.bias
-            parts = [(m[depth + 1], m[depth]) for m in members]
-            weights.append(torch.stack([layer.weight.detach()[rows][:, cols] for rows, cols in parts]))
-            biases.append(torch.stack([bias.detach()[rows][None] for rows, _ in parts]))
-        return cls(weights, biases)
+    def cut(cls, layer: nn.Linear, blocks: Sequence[Block], rows: np.ndarray, columns: np.ndarray) -> ChainLayer:
+        """The blocks of a layer whose rows are these neurons and whose blocks read these lines."""
+        weight, device = layer.weight.detach(), layer.weight.device
+
+        def table(indices: np.ndarray) -> Tensor | None:
+            return None if in_order(indices) else torch.from_numpy(indices).to(device)
+
+        bias = None if layer.bias is None else layer.bias.detach()[torch.from_numpy(rows).to(device)]
+        sizes = (layer.in_features, layer.out_features)
+        made = cls(*sizes, cut(weight, blocks), bias, table(columns), table(rows), weight.dtype)
+        return made.to(device)
 
     @property
-    def count(self) -> int:
-        return len(self.weights[0])
+    def n_blocks(self) -> int:
+        return sum(len(w) for w in self.weights)
 
     @property
-    def in_features(self) -> int:
-        return self.weights[0].shape[2]
+    def macs(self) -> int:
+        return sum(w.numel() for w in self.weights)
 
     @property
-    def out_features(self) -> int:
-        return self.weights[len(self.weights) - 1].shape[1]
+    def reads(self) -> int:
+        """Columns of all blocks."""
+        return sum(w.shape[0] * w.shape[2] for w in self.weights)
 
-    def forward(self, x: Tensor, activations: nn.ModuleList) -> Tensor:
-        """(batch, subnetworks · inputs) → (batch, subnetworks · outputs)."""
-        state = x.view(x.shape[0], self.count, self.in_features).transpose(0, 1)  # (subnetworks, batch, inputs)
-        for depth, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
-            state = torch.baddbmm(bias, state, weight.transpose(1, 2))
-            if depth < len(activations):
-                state = activations[depth](state)
-        return state.transpose(0, 1).reshape(x.shape[0], self.count * self.out_features)
+    @property
+    def writes(self) -> int:
+        """Rows of all blocks."""
+        return sum(w.shape[0] * w.shape[1] for w in self.weights)
+
+    def forward(self, state: Tensor) -> Tensor:
+        read = state.narrow(0, 0, self.reads) if self.columns is None else state.index_select(0, self.columns)
+        return products(read, self.weights, self.bias, self.out_features)
+
+    def stage(self, relu: bool) -> Stage:
+        weights = [array(w) for w in self.weights]
+        if self.writes < self.out_features:
+            weights.append(array(self.empty).reshape(1, self.out_features - self.writes, 0))
+        return Stage(weights, array(self.bias, self.empty), array(self.columns), relu)
+
+    def blocks_of_lines(self) -> tuple[np.ndarray, np.ndarray]:
+        """The number of the block that each row, and each column, of the blocks is in."""
+        shapes = [w.shape[1:] for w in self.weights for _ in range(len(w))]
+        heights, widths = ([shape[side] for shape in shapes] for side in (0, 1))
+        return np.repeat(np.arange(len(shapes)), heights), np.repeat(np.arange(len(shapes)), widths)
+
+    def to_dense(self, reads: Tensor, rows: Tensor) -> nn.Linear:
+        """The layer whose blocks' columns read these neurons and whose rows are those."""
+        return self._filled(reads, rows, self.in_features, self.out_features)
+
+    def part(self, reads: Tensor, rows: Tensor, inputs: np.ndarray, outputs: np.ndarray) -> nn.Linear:
+        """The layer between some of the neurons before and some of those after, which no block joins with others."""
+        before, after = (torch.full((size,), -1) for size in (self.in_features, self.out_features))
+        before[inputs], after[outputs] = torch.arange(len(inputs)), torch.arange(len(outputs))
+        return self._filled(before[reads], after[rows], len(inputs), len(outputs))
+
+    def _filled(self, reads: Tensor, rows: Tensor, in_features: int, out_features: int) -> nn.Linear:
+        """A layer of that size; blocks of neurons numbered −1 are left out."""
+        dense = nn.Linear(in_features, out_features, self.bias is not None, "meta", self.empty.dtype)
+        dense = dense.to_empty(device=self.empty.device)
+        with torch.no_grad():
+            dense.weight.zero_()
+            row = column = 0
+            for stack in self.weights:
+                for block in stack:
+                    into, read = rows[row : row + block.shape[0]], reads[column : column + block.shape[1]]
+                    if int(into[0]) >= 0:
+                        dense.weight[into[:, None], read[None, :]] = block
+                    row, column = row + block.shape[0], column + block.shape[1]
+            if self.bias is not None:
+                dense.bias[rows[rows >= 0]] = self.bias[rows >= 0]
+        return dense
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "in_features": self.in_features,
+            "out_features": self.out_features,
+            "stacks": [list(w.shape) for w in self.weights],
+            "bias": self.bias is not None,
+            "columns": self.columns is not None,
+            "neurons": self.neurons is not None,
+        }
+
+    @classmethod
+    def from_description(cls, description: dict[str, Any]) -> ChainLayer:
+        rows = int(description["out_features"])
+        stacks = [torch.empty(*map(int, shape)) for shape in description["stacks"]]
+        return cls(
+            int(description["in_features"]),
+            rows,
+            stacks,
+            torch.empty(rows) if description["bias"] else None,
+            torch.empty(sum(w.shape[0] * w.shape[2] for w in stacks), dtype=torch.long)
+            if description["columns"]
+            else None,
+            torch.empty(rows, dtype=torch.long) if description["neurons"] else None,
+        )
+
+    def index_limits(self) -> dict[str, int]:
+        limits = {"columns": self.in_features, "neurons": self.out_features}
+        return {name: limit for name, limit in limits.items() if getattr(self, name) is not None}
 
 
-def _joined(indices: list[np.ndarray]) -> np.ndarray:
-    return np.concatenate(indices) if indices else np.zeros(0, np.intp)
+class _Between:
+    """What follows a layer, as the compiled kernels see it."""
+
+    def __init__(self, activation: nn.Module) -> None:
+        parts = activation if isinstance(activation, nn.Sequential) else [activation]
+        acting = [p for p in parts if not isinstance(p, nn.Identity) and (p.training or not isinstance(p, nn.Dropout))]
+        self.is_relu = len(acting) == 1 and type(acting[0]) is nn.ReLU
+        self.rest: Activation | None = None if self.is_relu or not acting else activation
+
+
+def _arranged(structures: Sequence[BipartiteStructure]) -> list[tuple[list[Block], np.ndarray]]:
+    """For each layer its blocks in the order they are stored, (rows, columns), and its dormant rows.
+
+    From the last layer back: the neurons before a layer are sorted by the block that reads them, then by the block that
+    writes them, and blocks are stored in the order of their first row. So a layer reads in order, and what it reads is
+    written in order wherever the blocks that write are not split between those that read.
+    """
+    last = structures[-1]
+    blocks = sorted(last.blocks, key=lambda b: b[0][0])
+    if not in_order(joined([rows for rows, _ in blocks])):
+        blocks.sort(key=_by_shape)
+    arranged = [(blocks, last.dormant_rows)]
+    for before in reversed(structures[:-1]):
+        reader = np.full(before.shape[0], len(blocks))
+        for rank, (_, cols) in enumerate(blocks):
+            reader[cols] = rank
+        rank_of = np.argsort(sorted(range(before.n_blocks), key=lambda b: _by_shape(before.blocks[b])))
+        writer = np.append(rank_of, before.n_blocks)[before.row_block]  # dormant ones, of block −1, last
+        place = np.argsort(np.lexsort((writer, reader)))
+        arranged[0] = ([(rows, _sorted_by(place, cols)) for rows, cols in blocks], arranged[0][1])
+        blocks = [(_sorted_by(place, rows), cols) for rows, cols in before.blocks]
+        blocks.sort(key=lambda b: place[b[0][0]])
+        arranged.insert(0, (blocks, _sorted_by(place, before.dormant_rows)))
+    return arranged
+
+
+def _by_shape(block: Block) -> tuple[int, int]:
+    return -len(block[0]), -len(block[1])
+
+
+def _sorted_by(place: np.ndarray, neurons: np.ndarray) -> np.ndarray:
+    return neurons[np.argsort(place[neurons], kind="stable")]
+
+
+def _inverse(table: Tensor | None) -> Tensor | None:
+    return None if table is None else torch.argsort(table)

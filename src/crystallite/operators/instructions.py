@@ -1,6 +1,6 @@
-"""Two things numba does not make of Python: sums kept in registers, and sigmoid and tanh by the vector.
+"""Things numba does not make of Python: sums kept in registers, and sigmoid and tanh by the vector.
 
-Both are written as LLVM instructions, which LLVM lowers to whatever the processor has: AVX, NEON, …
+All are written as LLVM instructions, which LLVM lowers to whatever the processor has: AVX, NEON, …
 """
 
 # mypy: disable-error-code="untyped-decorator"
@@ -16,7 +16,7 @@ from numba.core import cgutils
 from numba.core.errors import TypingError
 from numba.extending import intrinsic
 
-__all__ = ["PANEL", "sigmoid", "tanh", "tile_product"]
+__all__ = ["PANEL", "copy_line", "dot_rows", "line_product", "sigmoid", "tanh", "tile_product", "transpose_tile"]
 
 PANEL = 16
 """Weights lie in panels, (panels, depth, 16): 16 neighbouring outputs fill a cache line, a panel is read in order."""
@@ -26,12 +26,12 @@ _FUSED = ["contract"]  # a product and a sum may become one instruction
 
 
 class _Tile:
-    """rows × panels sums in vector registers of 256 bits."""
+    """rows × panels × width sums in vector registers of 256 bits."""
 
-    def __init__(self, context: Any, builder: Any, dtype: Any, rows: int, panels: int):
+    def __init__(self, context: Any, builder: Any, dtype: Any, rows: int, panels: int, width: int = PANEL):
         self.builder, self.alignment, self.lanes = builder, dtype.bitwidth // 8, 256 // dtype.bitwidth
         self.vector = ir.VectorType(context.get_value_type(dtype), self.lanes)
-        self.lane_groups = range(0, PANEL, self.lanes)
+        self.lane_groups = range(0, width, self.lanes)
         keys = [(r, p, q) for r in range(rows) for p in range(panels) for q in self.lane_groups]
         # stack slots become registers, as nothing else reaches them
         self.sums = {key: cgutils.alloca_once(builder, self.vector) for key in keys}
@@ -47,8 +47,10 @@ class _Tile:
         self.builder.store(value, self._pointer(data, offset, lane), align=self.alignment)
 
     def splat(self, data: Any, offset: Any) -> Any:
-        """One number in every lane."""
-        scalar = self.builder.load(self.builder.gep(data, [offset]))
+        """One number of an array in every lane."""
+        return self.repeated(self.builder.load(self.builder.gep(data, [offset])))
+
+    def repeated(self, scalar: Any) -> Any:
         undefined = ir.Constant(self.vector, ir.Undefined)
         first = self.builder.insert_element(undefined, scalar, ir.Constant(_I32, 0))
         zeros = ir.Constant(ir.VectorType(_I32, self.lanes), [0] * self.lanes)
@@ -113,6 +115,174 @@ def tile_product(rows: int, panels: int) -> Any:
         return signature, generate
 
     return product
+
+
+def line_product(rows: int) -> Any:
+    """Compiled f(weight, row, bias, relu, lines, panel, first, out, place): rows of out = σ(weight @ lines + bias).
+
+    lines and out are (panels, features, numbers of a cache line): a panel is as many samples as fit into a line, and a
+    line is one feature of these samples. Columns of `weight` meet the lines from `first` on; its rows from `row` on
+    become the lines of out from `place` on. bias starts there too, or is empty. relu: σ is the ReLU, else nothing.
+    """
+
+    @intrinsic
+    def product(
+        _typing: Any, weight: Any, row: Any, bias: Any, relu: Any, lines: Any, panel: Any, first: Any, out: Any,
+        place: Any,
+    ) -> Any:  # fmt: skip
+        if any(array.layout != "C" for array in (weight, bias, lines, out)):
+            raise TypingError("line_product: expected C-contiguous arrays")
+        index = types.intp
+        signature = types.void(weight, index, bias, types.boolean, lines, index, index, out, index)
+
+        def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+            _, row, _, relu, _, panel, first, _, place = args
+            arrays = [context.make_array(sig.args[i])(context, builder, args[i]) for i in (0, 2, 4, 7)]
+            weight, bias, lines, out = arrays
+            shapes = [cgutils.unpack_tuple(builder, array.shape) for array in arrays]
+            (_, depth), (biases,), (_, features, _), (_, written, _) = shapes
+            numbers = 512 // sig.args[0].dtype.bitwidth
+            tile = _Tile(context, builder, sig.args[0].dtype, rows, 1, numbers)
+            width = ir.Constant(_I64, numbers)
+
+            def line(height: Any, feature: Any) -> Any:
+                return builder.mul(builder.add(builder.mul(panel, height), feature), width)
+
+            def shifted(start: Any, by: int) -> Any:
+                return builder.add(start, ir.Constant(_I64, by))
+
+            starts = [builder.mul(shifted(row, r), depth) for r in range(rows)]
+            begin = line(features, first)
+            zero = ir.Constant(tile.vector, [0.0] * tile.lanes)
+            for slot in tile.sums.values():
+                builder.store(zero, slot)
+            with builder.if_then(builder.icmp_signed(">", biases, ir.Constant(_I64, 0))):
+                for (r, _, _), slot in tile.sums.items():
+                    builder.store(tile.splat(bias.data, shifted(place, r)), slot)
+            with cgutils.for_range(builder, depth) as loop:
+                here = builder.add(begin, builder.mul(loop.index, width))
+                states = {q: tile.load(lines.data, here, q) for q in tile.lane_groups}
+                for r in range(rows):
+                    factor = tile.splat(weight.data, builder.add(starts[r], loop.index))
+                    for q in tile.lane_groups:
+                        tile.add_product(tile.sums[r, 0, q], factor, states[q])
+            for (r, _, q), slot in tile.sums.items():
+                value = builder.load(slot)
+                negative = builder.and_(  # NaN stays
+                    builder.fcmp_ordered("<", value, zero),
+                    builder.select(
+                        relu,
+                        ir.Constant(ir.VectorType(ir.IntType(1), tile.lanes), [1] * tile.lanes),
+                        ir.Constant(ir.VectorType(ir.IntType(1), tile.lanes), [0] * tile.lanes),
+                    ),
+                )
+                value = builder.select(negative, zero, value)
+                tile.store(value, out.data, line(written, shifted(place, r)), q)
+            return context.get_dummy_value()
+
+        return signature, generate
+
+    return product
+
+
+def dot_rows(rows: int, ways: int) -> Any:
+    """Compiled f(weight, row, x, first, out, place): out[place + i] = weight[row + i] · x[first:], for `rows` i.
+
+    weight is a matrix, x and out are vectors, all C-contiguous and of one dtype. ways: vectors of each row at a time;
+    rows × ways sums hide the latency of a sum.
+    """
+
+    @intrinsic
+    def dots(_typing: Any, weight: Any, row: Any, x: Any, first: Any, out: Any, place: Any) -> Any:
+        if any(array.layout != "C" for array in (weight, x, out)):
+            raise TypingError("dot_rows: expected C-contiguous arrays")
+        signature = types.void(weight, types.intp, x, types.intp, out, types.intp)
+
+        def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+            _, row, _, first, _, place = args
+            weight, x, out = (context.make_array(sig.args[i])(context, builder, args[i]) for i in (0, 2, 4))
+            _, depth = cgutils.unpack_tuple(builder, weight.shape)
+            tile = _Tile(context, builder, sig.args[0].dtype, rows, 1, ways * 256 // sig.args[0].dtype.bitwidth)
+            zero = ir.Constant(tile.vector, [0.0] * tile.lanes)
+            for slot in tile.sums.values():
+                builder.store(zero, slot)
+            starts = [builder.mul(builder.add(row, ir.Constant(_I64, r)), depth) for r in range(rows)]
+            step = ir.Constant(_I64, ways * tile.lanes)
+            whole = builder.mul(builder.sdiv(depth, step), step)
+            with cgutils.for_range_slice(builder, ir.Constant(_I64, 0), whole, step) as (k, _):
+                states = {q: tile.load(x.data, builder.add(first, k), q) for q in tile.lane_groups}
+                for (r, _, q), slot in tile.sums.items():
+                    tile.add_product(slot, tile.load(weight.data, builder.add(starts[r], k), q), states[q])
+            for r in range(rows):
+                parts = [builder.load(tile.sums[r, 0, q]) for q in tile.lane_groups]
+                joined = parts[0]
+                for part in parts[1:]:
+                    joined = builder.fadd(joined, part)
+                total = builder.extract_element(joined, ir.Constant(_I32, 0))
+                for lane in range(1, tile.lanes):
+                    total = builder.fadd(total, builder.extract_element(joined, ir.Constant(_I32, lane)))
+                slot = cgutils.alloca_once_value(builder, total)
+                with cgutils.for_range_slice(builder, whole, depth, ir.Constant(_I64, 1)) as (k, _):
+                    left = builder.load(builder.gep(weight.data, [builder.add(starts[r], k)]))
+                    tile.add_product(slot, left, builder.load(builder.gep(x.data, [builder.add(first, k)])))
+                builder.store(builder.load(slot), builder.gep(out.data, [builder.add(place, ir.Constant(_I64, r))]))
+            return context.get_dummy_value()
+
+        return signature, generate
+
+    return dots
+
+
+@intrinsic
+def copy_line(_typing: Any, source: Any, line: Any, add: Any, target: Any, place: Any) -> Any:
+    """target[place] = source[line] + add, each a cache line of numbers; C-contiguous and of one dtype."""
+    if any(array.layout != "C" for array in (source, target)):
+        raise TypingError("copy_line: expected C-contiguous arrays")
+    signature = types.void(source, types.intp, source.dtype, target, types.intp)
+
+    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        source, target = (context.make_array(sig.args[i])(context, builder, args[i]) for i in (0, 3))
+        width = 512 // sig.args[0].dtype.bitwidth
+        tile = _Tile(context, builder, sig.args[0].dtype, 0, 0, width)
+        begin, into = (builder.mul(args[i], ir.Constant(_I64, width)) for i in (1, 4))
+        add = tile.repeated(args[2])
+        for q in tile.lane_groups:
+            tile.store(builder.fadd(tile.load(source.data, begin, q), add), target.data, into, q)
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+@intrinsic
+def transpose_tile(_typing: Any, source: Any, start: Any, stride: Any, target: Any, into: Any, step: Any) -> Any:
+    """target[into + step·j + i] = source[start + stride·i + j] for i and j up to the numbers of a vector register.
+
+    Both are vectors, C-contiguous and of one dtype.
+    """
+    if any(array.layout != "C" for array in (source, target)):
+        raise TypingError("transpose_tile: expected C-contiguous arrays")
+    signature = types.void(source, types.intp, types.intp, target, types.intp, types.intp)
+
+    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        _, start, stride, _, into, step = args
+        source, target = (context.make_array(sig.args[i])(context, builder, args[i]) for i in (0, 3))
+        tile = _Tile(context, builder, sig.args[0].dtype, 0, 0)
+        lanes = tile.lanes
+        low = [lane // 2 + lane % 2 * lanes for lane in range(lanes)]  # one number from each in turn, from the first on
+        masks = [ir.Constant(ir.VectorType(_I32, lanes), [lane + h for lane in low]) for h in (0, lanes // 2)]
+
+        def place(begin: Any, by: Any, i: int) -> Any:
+            return builder.add(begin, builder.mul(by, ir.Constant(_I64, i)))
+
+        rows = [tile.load(source.data, place(start, stride, i), 0) for i in range(lanes)]
+        for _ in range(lanes.bit_length() - 1):  # perfect shuffles: log₂ of them turn rows into columns
+            pairs = zip(rows[: lanes // 2], rows[lanes // 2 :], strict=True)
+            rows = [builder.shuffle_vector(a, b, mask) for a, b in pairs for mask in masks]
+        for j, row in enumerate(rows):
+            tile.store(row, target.data, place(into, step, j), 0)
+        return context.get_dummy_value()
+
+    return signature, generate
 
 
 class _Real:

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-from itertools import groupby
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from crystallite.arrays import as_matrix
 from crystallite.errors import InvalidMatrix
+from crystallite.operators.engine import (
+    Block,
+    Plan,
+    Stage,
+    array,
+    can_run_compiled,
+    cut,
+    in_order,
+    joined,
+    products,
+    run,
+)
 from crystallite.structure.bipartite import BipartiteStructure
 
 __all__ = ["BlockLinear"]
@@ -20,8 +31,9 @@ __all__ = ["BlockLinear"]
 class BlockLinear(nn.Module):
     """y = Wx + b computed as permutation → projection → parallel sub-operators → embedding → inverse permutation.
 
-    Holds the blocks, the bias in its original order and two index tables: O(rows + cols) beside the blocks. Blocks of
-    equal shape are one batched product. Dormant outputs emit their bias, dormant inputs are not read.
+    Holds the blocks, the bias in its original order and two index tables: O(rows + cols) beside the blocks. A table
+    that would say 0, 1, 2, … is not held, and nothing is moved for it. Consecutive blocks of equal shape are one
+    batched product. Dormant outputs emit their bias, dormant inputs are not read.
 
     >>> from crystallite import decompose
     >>> w = torch.tensor([[0.0, 2.0, 0.0], [1.0, 0.0, 3.0], [0.0, 0.0, 0.0]])
@@ -35,51 +47,59 @@ class BlockLinear(nn.Module):
     """
 
     empty: Tensor
-    columns: Tensor  # (active columns,) input position of each column of the blocks, block after block
-    outputs: Tensor  # (out_features,) place of each output among the rows of the blocks; the last place is zero
+    columns: Tensor | None  # (columns of all blocks,) the input each one reads; None: the first ones, in order
+    outputs: Tensor | None  # (out_features,) place of each output among the rows of all blocks, past them: dormant
 
     def __init__(
         self,
         in_features: int,
         out_features: int,
         weights: list[Tensor],
-        columns: Tensor,
-        outputs: Tensor,
+        columns: Tensor | None,
+        outputs: Tensor | None,
         bias: Tensor | None,
         dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
-        self.weights = nn.ParameterList(weights)  # one (blocks, rows, columns) for each shape of block
+        self.weights = nn.ParameterList(weights)  # (blocks, rows, columns) for each run of equal blocks
         self.bias = None if bias is None else nn.Parameter(bias)
         # dtype and device, even without blocks
-        empty = torch.empty(0, dtype=weights[0].dtype if weights else dtype, device=columns.device)
+        empty = weights[0].detach().new_empty(0) if weights else torch.empty(0, dtype=dtype, device=device)
         self.register_buffer("empty", empty, persistent=False)
         self.register_buffer("columns", columns)
         self.register_buffer("outputs", outputs)
+        self._plan = Plan([], [])
 
     @classmethod
     def from_dense(cls, weight: Tensor, bias: Tensor | None, structure: BipartiteStructure) -> BlockLinear:
         """The blocks of a weight matrix; what lies outside them is dropped, so pass the annealed weight."""
-        as_matrix(weight, "weight")
         if tuple(weight.shape) != structure.shape:
             raise InvalidMatrix(
                 f"weight: expected shape {structure.shape}, as the structure has, got {tuple(weight.shape)}"
             )
-        if bias is not None and tuple(bias.shape) != (structure.shape[0],):
-            raise InvalidMatrix(f"bias: expected shape {(structure.shape[0],)}, got {tuple(bias.shape)}")
-        blocks = sorted(structure.blocks, key=lambda b: (len(b[0]), len(b[1])), reverse=True)
-        weights = [
-            torch.stack([weight.detach()[rows][:, cols] for rows, cols in equal])
-            for _shape, equal in groupby(blocks, key=lambda b: (len(b[0]), len(b[1])))
+        return cls.from_blocks(weight, bias, structure.blocks)
+
+    @classmethod
+    def from_blocks(cls, weight: Tensor, bias: Tensor | None, blocks: Sequence[Block]) -> BlockLinear:
+        """The given (rows, columns) of a weight matrix. No row may be in two blocks; a column may be in several."""
+        as_matrix(weight, "weight")
+        height, width = weight.shape
+        if bias is not None and tuple(bias.shape) != (height,):
+            raise InvalidMatrix(f"bias: expected shape {(height,)}, got {tuple(bias.shape)}")
+        blocks = _arranged([block for block in blocks if len(block[1])])  # what reads nothing emits its bias
+        rows, columns = (joined([block[side] for block in blocks]) for side in (0, 1))
+        if len(np.unique(rows)) < len(rows):
+            raise InvalidMatrix("blocks: expected every row in at most one block")
+        outputs = np.full(height, len(rows))
+        outputs[rows] = np.arange(len(rows))
+        tables = [
+            None if in_order(rows) else torch.from_numpy(outputs).to(weight.device),
+            None if in_order(columns) else torch.from_numpy(columns).to(weight.device),
         ]
-        columns = _joined([cols for _, cols in blocks])
-        rows = _joined([rows for rows, _ in blocks])
-        outputs = torch.full((structure.shape[0],), len(rows))
-        outputs[rows] = torch.arange(len(rows))
-        columns, outputs = columns.to(weight.device), outputs.to(weight.device)
         kept_bias = None if bias is None else bias.detach().clone()
-        return cls(structure.shape[1], structure.shape[0], weights, columns, outputs, kept_bias, weight.dtype)
+        return cls(width, height, cut(weight, blocks), tables[1], tables[0], kept_bias, weight.dtype, weight.device)
 
     @property
     def n_blocks(self) -> int:
@@ -94,12 +114,14 @@ class BlockLinear(nn.Module):
     def weight(self) -> Tensor:
         """The dense weight these blocks stand for, built when asked; gradients flow back to the blocks."""
         dense = self.empty.new_zeros(self.out_features, self.in_features)
+        everything = torch.arange(max(self.out_features, self._reads), device=self.empty.device)
+        positions = everything if self.outputs is None else torch.argsort(self.outputs)  # dormant ones last
+        reads = everything if self.columns is None else self.columns
         row = column = 0
-        positions = torch.argsort(self.outputs)  # the output of each row of the blocks; dormant ones last
         for stack in self.weights:
             count, height, width = stack.shape
             rows = positions[row : row + count * height].view(count, height, 1)
-            cols = self.columns[column : column + count * width].view(count, 1, width)
+            cols = reads[column : column + count * width].view(count, 1, width)
             dense = dense.index_put((rows, cols), stack)
             row, column = row + count * height, column + count * width
         return dense
@@ -118,28 +140,67 @@ class BlockLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if x.shape[-1] != self.in_features:
             raise InvalidMatrix(f"expected {self.in_features} input features, got shape {tuple(x.shape)}")
-        flat = x.reshape(-1, self.in_features).index_select(1, self.columns)  # (batch, active columns)
-        parts, start = [], 0
-        for stack in self.weights:
-            count, rows, cols = stack.shape
-            piece = flat[:, start : start + count * cols]
-            start += count * cols
-            if count == 1:
-                parts.append(F.linear(piece, stack[0]))
-            else:  # (blocks, batch, cols) × (blocks, cols, rows)
-                product = torch.bmm(piece.view(-1, count, cols).transpose(0, 1), stack.transpose(1, 2))
-                parts.append(product.transpose(0, 1).reshape(-1, count * rows))
-        if not parts or self._has_dormant:
-            parts.append(flat.new_zeros(flat.shape[0], 1))
-        joined = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
-        y = joined.index_select(1, self.outputs)
-        if self.bias is not None:
-            y = y + self.bias
-        return y.view(*x.shape[:-1], self.out_features)
+        flat = x.reshape(-1, self.in_features)
+        if flat.dtype == self.empty.dtype and can_run_compiled(flat, self):
+            plan = self._plan if self._plan.valid() else self._planned()
+            if plan.suits(flat):
+                return run(plan, flat).view(*x.shape[:-1], self.out_features)
+        read = flat.narrow(1, 0, self._reads) if self.columns is None else flat.index_select(1, self.columns)
+        if self.outputs is None:  # the rows come in order, dormant ones last
+            y = products(read.t(), self.weights, self.bias, self.out_features).t()
+        else:
+            rows = products(read.t(), self.weights, None, min(self._writes + 1, self.out_features))
+            y = rows.t().index_select(1, self.outputs)
+            y = y if self.bias is None else y + self.bias
+        return y.reshape(*x.shape[:-1], self.out_features)
+
+    def _planned(self) -> Plan:
+        stage = Stage([array(w) for w in self.weights], array(None, self.empty), array(self.columns), relu=False)
+        self._plan = Plan(self.modules(), [stage], array(self.outputs), array(self.bias, self.empty), self.out_features)
+        return self._plan
 
     @property
-    def _has_dormant(self) -> bool:
-        return sum(w.shape[0] * w.shape[1] for w in self.weights) < self.out_features
+    def _reads(self) -> int:
+        """Columns of all blocks."""
+        return sum(w.shape[0] * w.shape[2] for w in self.weights)
+
+    @property
+    def _writes(self) -> int:
+        """Rows of all blocks."""
+        return sum(w.shape[0] * w.shape[1] for w in self.weights)
+
+    # how it is stored
+
+    def describe(self) -> dict[str, Any]:
+        """All that is needed to rebuild the layer around its tensors, as plain values."""
+        return {
+            "in_features": self.in_features,
+            "out_features": self.out_features,
+            "stacks": [list(w.shape) for w in self.weights],
+            "columns": self.columns is not None,
+            "outputs": self.outputs is not None,
+            "bias": self.bias is not None,
+        }
+
+    @classmethod
+    def from_description(cls, description: dict[str, Any]) -> BlockLinear:
+        """A layer of that shape whose tensors are not filled."""
+        rows = int(description["out_features"])
+        stacks = [torch.empty(*map(int, shape)) for shape in description["stacks"]]
+        reads = sum(w.shape[0] * w.shape[2] for w in stacks)
+        return cls(
+            int(description["in_features"]),
+            rows,
+            stacks,
+            torch.empty(reads, dtype=torch.long) if description["columns"] else None,
+            torch.empty(rows, dtype=torch.long) if description["outputs"] else None,
+            torch.empty(rows) if description["bias"] else None,
+        )
+
+    def index_limits(self) -> dict[str, int]:
+        """What the values of each index table must stay below."""
+        limits = {"columns": self.in_features, "outputs": self._writes + 1}
+        return {name: limit for name, limit in limits.items() if getattr(self, name) is not None}
 
     def extra_repr(self) -> str:
         cost = f"{self.macs} of {self.in_features * self.out_features} multiply-adds"
@@ -152,5 +213,15 @@ class BlockLinear(nn.Module):
         return f"{type(self).__name__}({self.extra_repr()})"
 
 
-def _joined(indices: list[np.ndarray]) -> Any:
-    return torch.from_numpy(np.concatenate(indices) if indices else np.zeros(0, np.intp))
+def _arranged(blocks: list[Block]) -> list[Block]:
+    """In the order of their rows or columns where that saves a gather, else with blocks of equal shape together."""
+
+    def gathers(order: list[Block]) -> int:
+        return sum(not in_order(joined([block[side] for block in order])) for side in (0, 1))
+
+    orders = [
+        sorted(blocks, key=lambda b: (-len(b[0]), -len(b[1]))),
+        sorted(blocks, key=lambda b: b[0][0]),
+        sorted(blocks, key=lambda b: b[1][0]),
+    ]
+    return min(orders, key=gathers)
