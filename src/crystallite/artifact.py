@@ -1,19 +1,23 @@
 """`save` and `load`: a reorganized model as a folder of safetensors and JSON. Nothing in it is executed, ever.
 
-model.safetensors   every parameter and buffer; a block can be read without the others
-manifest.json       format version, what each replaced module is, how it was made, and the hash of the weights
+model.safetensors   every parameter and buffer, and the folded orders as "fold.0", "fold.1", …; all index tables int64
+manifest.json       format version, what the modules are, how they came about, the hashes of the weights and of the
+                    model they were made from, and the verdict of a validation
+
+A block can be read without the others. The weights must have the hash that the manifest names, and so must a verdict.
 """
 
 from __future__ import annotations
 
 import copy
 import hashlib
+import importlib.metadata
 import json
 import os
 import shutil
-import tempfile
-from collections.abc import Callable
-from dataclasses import asdict
+import uuid
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,69 +25,83 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from crystallite.description import OPERATORS, build, check_indices, describe_parts, replace
 from crystallite.errors import CheckpointError, InvalidOption
-from crystallite.operators.chain import BlockChain, SubnetworkGroup
-from crystallite.operators.linear import BlockLinear
-from crystallite.reorganization.record import LayerChange, Reorganization
-from crystallite.weights.checkpoint import open_checkpoint
+from crystallite.reorganization.record import Fold, LayerChange, Reorganization
+from crystallite.weights.checkpoint import Checkpoint, open_checkpoint
+from crystallite.weights.stored import SourceFile, load_json
 
-__all__ = ["load", "load_block", "save"]
+__all__ = ["LoadedBlock", "attach_verdict", "load", "load_block", "read_manifest", "save", "source_sha256"]
 
-VERSION = 1
-_MOST_MANIFEST_BYTES = 64 << 20
+VERSION = 2
 _WEIGHTS, _MANIFEST = "model.safetensors", "manifest.json"
-
-# Modules that can be rebuilt from their names alone, with the attributes that are their constructor's arguments.
-_KNOWN: dict[str, tuple[type[nn.Module], tuple[str, ...]]] = {
-    cls.__name__: (cls, arguments)
-    for cls, arguments in [
-        (nn.Identity, ()), (nn.ReLU, ()), (nn.ReLU6, ()), (nn.SiLU, ()), (nn.Mish, ()), (nn.Tanh, ()), (nn.Sigmoid, ()),
-        (nn.Softsign, ()), (nn.Tanhshrink, ()), (nn.LogSigmoid, ()), (nn.Hardsigmoid, ()), (nn.Hardswish, ()),
-        (nn.SELU, ()), (nn.GELU, ("approximate",)), (nn.ELU, ("alpha",)), (nn.CELU, ("alpha",)),
-        (nn.LeakyReLU, ("negative_slope",)), (nn.Softplus, ("beta", "threshold")),
-        (nn.Hardtanh, ("min_val", "max_val")),
-        (nn.Hardshrink, ("lambd",)), (nn.Softshrink, ("lambd",)), (nn.Threshold, ("threshold", "value")),
-        (nn.Dropout, ("p",)), (nn.Softmax, ("dim",)), (nn.LogSoftmax, ("dim",)),
-        (nn.Flatten, ("start_dim", "end_dim")),
-        (nn.LayerNorm, ("normalized_shape", "eps", "elementwise_affine")),
-        (nn.BatchNorm1d, ("num_features", "eps", "momentum", "affine", "track_running_stats")),
-    ]
-}  # fmt: skip
+_FIELDS: dict[str, type | tuple[type, ...]] = {
+    "weights_sha256": str,
+    "source_sha256": (str, type(None)),
+    "modules": dict,
+    "training": bool,
+    "tied": dict,
+    "reorganization": dict,
+    "verdict": (dict, type(None)),
+    "metadata": dict,
+}
 
 
-def save(model: nn.Module, path: str | os.PathLike[str], *, metadata: dict[str, Any] | None = None) -> Path:
-    """Write a reorganized model to a new folder, all of it or nothing.
+def save(
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    source: nn.Module | Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    metadata: dict[str, Any] | None = None,
+) -> Path:
+    """Write a reorganized model to a new folder, all of it or nothing; returns the folder.
 
-    `metadata` is kept in the manifest (the level, the null, the source, …) and must be plain JSON values. A folder
-    that exists already is not touched.
+    - `source`: the model it was made from, or its file or folder; the manifest keeps a hash of its weights.
+    - `metadata`: plain JSON values that are kept in the manifest.
+
+    A folder that exists already is not touched.
     """
     target = Path(path)
     if target.exists():
         raise InvalidOption(f"{target}: exists already; choose another name or remove it")
-    state = {name: value.detach().contiguous() for name, value in model.state_dict().items()}
-    replaced = _replaced(model)
-    if not replaced:
+    if not any(type(module) in OPERATORS.values() for module in model.modules()):
         raise InvalidOption("this model holds no reorganized layer; save it with safetensors or torch instead")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    modules = describe_parts(model)
+    for name, description in modules.items():
+        if " " in description["type"]:
+            raise InvalidOption(f"{name}: {description['type']}, which could not be loaded again")
+    record = getattr(model, "reorganization", Reorganization([]))
+    state = model.state_dict()
+    ties = _ties(state)
+    tensors = {name: _alone(value) for name, value in state.items() if name not in ties}
+    for i, fold in enumerate(record.folds):
+        if f"fold.{i}" in state:
+            raise InvalidOption(f"the model has a tensor fold.{i}, a name that is needed for its folded orders; rename")
+        tensors[f"fold.{i}"] = _alone(fold.order.to(torch.int64))
+    if not tensors:
+        raise InvalidOption("this model holds no weights, so there is nothing to save")
+    manifest = {
+        "format": "crystallite",
+        "version": VERSION,
+        "crystallite": importlib.metadata.version("crystallite"),
+        "torch": torch.__version__,
+        "source_sha256": None if source is None else source_sha256(source),
+        "modules": modules,
+        "training": model.training,
+        "tied": ties,
+        "reorganization": {
+            "options": record.options,
+            "changes": [asdict(change) for change in record.changes],
+            "folds": [fold.places for fold in record.folds],
+        },
+        "verdict": None,
+        "metadata": metadata or {},
+    }
+    folder = target.parent / f".{target.name}.{uuid.uuid4().hex}"
+    folder.mkdir(parents=True)
     try:
-        save_file(_untied(state), folder / _WEIGHTS)
-        manifest = {
-            "format": "crystallite",
-            "version": VERSION,
-            "weights_sha256": _sha256(folder / _WEIGHTS),
-            "replaced": replaced,
-            "tree": _tree(model),
-            "dtype": str(next(iter(state.values())).dtype).removeprefix("torch."),
-            "tied": _ties(state),
-            "reorganization": [asdict(c) for c in getattr(model, "reorganization", Reorganization([])).changes],
-            "metadata": metadata or {},
-        }
-        try:
-            text = json.dumps(manifest, indent=1)
-        except TypeError as error:
-            raise InvalidOption(f"metadata must be plain JSON values: {error}") from None
-        (folder / _MANIFEST).write_text(text + "\n")
+        save_file(tensors, folder / _WEIGHTS)
+        _write_manifest(folder, manifest | {"weights_sha256": _sha256(folder / _WEIGHTS)})
         folder.rename(target)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
@@ -94,207 +112,162 @@ def save(model: nn.Module, path: str | os.PathLike[str], *, metadata: dict[str, 
 def load(path: str | os.PathLike[str], into: nn.Module | None = None) -> nn.Module:
     """The model that `save` wrote.
 
-    Models made of `nn.Sequential` and PyTorch's own elementwise modules and norms are rebuilt from the manifest. For a
-    model with code of its own pass `into=` an instance of the original: a copy of it gets the reorganized layers.
+    A model made of `nn.Sequential`, PyTorch's usual modules and block operators is rebuilt from the manifest. For a
+    model with code of its own pass `into=` an instance of the original, which is not changed: a copy of it gets the
+    modules and weights that were saved. Nothing of the original's weights is copied.
     """
     folder = Path(path)
-    manifest = _read_manifest(folder)
-    if into is not None:
-        model = copy.deepcopy(into)
-        for name, description in manifest["replaced"].items():
-            parent, _, place = name.rpartition(".")
-            if name not in dict(model.named_modules()):
-                raise CheckpointError(f"{folder}: the given model has no module {name!r}")
-            setattr(model.get_submodule(parent), place, _build(description, folder))
-    elif manifest["tree"] is None:
-        raise InvalidOption(f"{folder}: this model has code of its own; pass into= an instance of the original")
-    else:
-        model = _build(manifest["tree"], folder)
-    _fill(model, folder, manifest)
-    changes = [LayerChange(**c) for c in manifest["reorganization"]]
-    model.reorganization = Reorganization(changes)  # type: ignore[assignment]
-    return model
-
-
-def load_block(path: str | os.PathLike[str], layer: str, stack: int, block: int) -> Tensor:
-    """One block of one `BlockLinear`, read without the others."""
-    with open_checkpoint(Path(path) / _WEIGHTS) as checkpoint:
-        name = f"{layer}.weights.{stack}"
-        if name not in checkpoint.tensors or not 0 <= block < checkpoint.tensors[name].shape[0]:
-            raise CheckpointError(f"{path}: no block {block} in {name}")
-        part = checkpoint.read(name)[block]
-        return part.clone() if isinstance(part, Tensor) else torch.from_numpy(part.copy())
-
-
-def _replaced(model: nn.Module) -> dict[str, Any]:
-    """Descriptions of the reorganized modules, and of the places in an nn.Sequential that a chain left empty."""
-    found: dict[str, Any] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, (BlockLinear, BlockChain)):
-            found[name] = _describe(module)
-        elif isinstance(module, nn.Sequential) and any(isinstance(m, BlockChain) for m in module):
-            empty = (place for place, child in module.named_children() if type(child) is nn.Identity)
-            found |= {f"{name}.{place}" if name else place: _tree(nn.Identity()) for place in empty}
-    return found
-
-
-def _describe(module: nn.Module) -> dict[str, Any]:
-    if isinstance(module, BlockLinear):
-        return {
-            "type": "BlockLinear",
-            "in_features": module.in_features,
-            "out_features": module.out_features,
-            "stacks": [list(w.shape) for w in module.weights],
-            "columns": len(module.columns),
-            "bias": module.bias is not None,
-        }
-    assert isinstance(module, BlockChain)
-    return {
-        "type": "BlockChain",
-        "sizes": list(module.sizes),
-        "groups": [[list(w.shape) for w in group.weights] for group in module.subnetwork_groups],
-        "activations": [_tree(a) for a in module.activations],
-        "inputs": len(module.inputs),
-        "idle": len(module.idle_bias),
-    }
-
-
-def _tree(module: nn.Module) -> dict[str, Any] | None:
-    """The module as names and numbers, or None if it has code of its own."""
-    if isinstance(module, (BlockLinear, BlockChain)):
-        description = _describe(module)
-        return None if None in description.get("activations", []) else description
-    if type(module) is nn.Sequential:
-        children = {name: _tree(child) for name, child in module.named_children()}
-        return None if None in children.values() else {"type": "Sequential", "children": children}
-    if type(module) is nn.Linear:
-        return {"type": "Linear", "arguments": [module.in_features, module.out_features, module.bias is not None]}
-    name = type(module).__name__
-    if name in _KNOWN and type(module) is _KNOWN[name][0]:
-        return {"type": name, "arguments": [_plain(getattr(module, a)) for a in _KNOWN[name][1]]}
-    return None
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
-
-
-def _build(description: Any, folder: Path) -> nn.Module:
-    """An empty module from its description; sizes are checked against the weights when it is filled."""
-    try:
-        kind = description["type"]
-        builder: Callable[[Any], nn.Module] = _BUILDERS.get(kind, _build_known)
-        with torch.device("meta"):  # nothing is allocated on the manifest's word
-            return builder(description)
-    except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
-        raise CheckpointError(f"{folder / _MANIFEST}: expected the description of a module, got {error}") from None
-
-
-def _build_known(description: dict[str, Any]) -> nn.Module:
-    cls, _names = _KNOWN[description["type"]]
-    return cls(*description["arguments"])
-
-
-def _build_sequential(description: dict[str, Any]) -> nn.Module:
-    result = nn.Sequential()
-    for name, child in description["children"].items():
-        result.add_module(name, _BUILDERS.get(child["type"], _build_known)(child))
-    return result
-
-
-def _build_linear(description: dict[str, Any]) -> nn.Module:
-    return nn.Linear(*description["arguments"])
-
-
-def _build_block_linear(description: dict[str, Any]) -> nn.Module:
-    rows = int(description["out_features"])
-    return BlockLinear(
-        int(description["in_features"]),
-        rows,
-        [torch.empty(*shape) for shape in description["stacks"]],
-        torch.empty(int(description["columns"]), dtype=torch.long),
-        torch.empty(rows, dtype=torch.long),
-        torch.empty(rows) if description["bias"] else None,
-    )
-
-
-def _build_chain(description: dict[str, Any]) -> nn.Module:
-    groups = [
-        SubnetworkGroup([torch.empty(*s) for s in shapes], [torch.empty(s[0], 1, s[1]) for s in shapes])
-        for shapes in description["groups"]
-    ]
-    activations = [_BUILDERS.get(a["type"], _build_known)(a) for a in description["activations"]]
-    inputs = torch.empty(int(description["inputs"]), dtype=torch.long)
-    outputs = torch.empty(int(description["sizes"][-1]), dtype=torch.long)
-    return BlockChain(description["sizes"], groups, activations, inputs, outputs, torch.empty(int(description["idle"])))
-
-
-_BUILDERS: dict[str, Callable[[Any], nn.Module]] = {
-    "Sequential": _build_sequential,
-    "Linear": _build_linear,
-    "BlockLinear": _build_block_linear,
-    "BlockChain": _build_chain,
-}
-
-
-def _fill(model: nn.Module, folder: Path, manifest: dict[str, Any]) -> None:
-    """Give the model its weights after checking that every one is there, in its size, and nothing else."""
-    with open_checkpoint(folder / _WEIGHTS) as checkpoint:
-        expected = {name: tuple(value.shape) for name, value in model.state_dict().items()}
-        stored = {name: info.shape for name, info in checkpoint.tensors.items()}
-        stored |= {name: stored.get(source, ()) for name, source in manifest["tied"].items()}
-        if stored != expected:
-            wrong = next(iter(sorted(set(stored.items()) ^ set(expected.items()))))[0]
-            raise CheckpointError(
-                f"{folder}: tensor {wrong!r:.80}: expected shape {expected.get(wrong)}, got {stored.get(wrong)}"
-            )
-        tensors = {name: torch.as_tensor(checkpoint.read(name)).clone() for name in checkpoint.tensors}
-    tensors |= {name: tensors[source] for name, source in manifest["tied"].items()}
-    for name, module in model.named_modules():
-        if isinstance(module, (BlockLinear, BlockChain)):
-            _check_indices(folder, name, module, tensors)
-    model.load_state_dict(tensors, assign=True)
-    for module in model.modules():
-        if isinstance(module, BlockLinear):
-            first = next(module.parameters(), None)
-            dtype = getattr(torch, manifest["dtype"]) if first is None else first.dtype
-            module.empty = torch.empty(0, dtype=dtype)
-
-
-def _check_indices(folder: Path, name: str, module: BlockLinear | BlockChain, tensors: dict[str, Tensor]) -> None:
-    """Index tables must stay inside their vectors: a wrong one would read another neuron, or crash."""
-    prefix = f"{name}." if name else ""
-    if isinstance(module, BlockLinear):
-        limits = {"columns": module.in_features, "outputs": module.out_features + 1}
-    else:
-        limits = {"inputs": module.in_features, "outputs": module.out_features}
-    for table, limit in limits.items():
-        values = tensors[prefix + table]
-        if values.dtype != torch.int64 or (len(values) and not 0 <= int(values.min()) <= int(values.max()) < limit):
-            raise CheckpointError(f"{folder}: {prefix}{table} must hold indices below {limit}")
-
-
-def _read_manifest(folder: Path) -> dict[str, Any]:
-    file = folder / _MANIFEST
-    if not file.is_file():
-        raise CheckpointError(f"{folder}: expected a folder that crystallite saved, found no {_MANIFEST}")
-    if file.stat().st_size > _MOST_MANIFEST_BYTES:
-        raise CheckpointError(f"{file}: {file.stat().st_size} bytes is too long for a manifest")
-    try:
-        manifest = json.loads(file.read_bytes())
-        version = manifest["version"]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{file}: not a manifest: {error}") from None
-    if manifest.get("format") != "crystallite" or version != VERSION:
-        raise CheckpointError(
-            f"{file}: expected format crystallite {VERSION}, got {manifest.get('format')!r} {version!r}"
-        )
-    missing = {"weights_sha256", "replaced", "tree", "tied", "dtype", "reorganization"} - set(manifest)
-    if missing:
-        raise CheckpointError(f"{file}: no {sorted(missing)[0]!r}")
+    manifest = read_manifest(folder)
     if _sha256(folder / _WEIGHTS) != manifest["weights_sha256"]:
         raise CheckpointError(f"{folder / _WEIGHTS}: its contents are not those the manifest was written for")
+    if "" in manifest["modules"]:
+        model = build(manifest["modules"][""], folder / _MANIFEST)
+    elif into is None:
+        raise InvalidOption(f"{folder}: this model has code of its own; pass into= an instance of the original")
+    else:
+        held = {id(value): _on_meta(value) for value in into.state_dict(keep_vars=True).values()}
+        model = copy.deepcopy(into, held)
+        replace(model, manifest["modules"], folder / _MANIFEST)
+    with open_checkpoint(folder / _WEIGHTS) as checkpoint:
+        record = _record(folder, manifest["reorganization"], checkpoint)
+        _fill(model, folder, manifest["tied"], checkpoint, len(record.folds))
+    check_indices(model, folder)
+    model.reorganization = record  # type: ignore[assignment]
+    return model.train(manifest["training"])
+
+
+@dataclass(frozen=True)
+class LoadedBlock:
+    """One sub-operator: y[rows] = weight @ x[columns] + bias."""
+
+    weight: Tensor
+    bias: Tensor | None
+    rows: Tensor
+    columns: Tensor
+
+
+def load_block(path: str | os.PathLike[str], layer: str, block: int) -> LoadedBlock:
+    """One block of a `BlockLinear`, or of a layer of a `BlockChain` ("name.layers.1"), counted as they are stored.
+
+    Rows and columns are neurons of the dense model. Only this block is read, and index tables of O(n); the hash of the
+    weights, for which all of them would be read, is not compared.
+    """
+    folder = Path(path)
+    chain, _, number = layer.rpartition(".layers.")
+    described = _description_at(read_manifest(folder)["modules"], chain if number.isdigit() else layer)
+    if described.get("type") != ("BlockChain" if number.isdigit() else "BlockLinear"):
+        raise CheckpointError(f"{folder}: expected the name of a BlockLinear or of a BlockChain's layer, got {layer!r}")
+    with open_checkpoint(folder / _WEIGHTS) as checkpoint:
+
+        def table(name: str, at: Tensor, inverse: bool = False) -> Tensor:
+            """The entries of a table, or the places themselves where there is none."""
+            if name not in checkpoint.tensors:
+                return at
+            entries = _tensor(checkpoint, name)
+            return (torch.argsort(entries) if inverse else entries)[at]
+
+        prefix = f"{layer}." if layer else ""
+        row = column = stack = 0
+        left = block
+        while (info := checkpoint.tensors.get(f"{prefix}weights.{stack}")) and left >= info.shape[0]:
+            count, height, width = info.shape
+            stack, left, row, column = stack + 1, left - count, row + count * height, column + count * width
+        if info is None or left < 0:
+            raise CheckpointError(f"{folder}: no block {block} in layer {layer!r:.80}")
+        _, height, width = info.shape
+        lines = torch.arange(row + left * height, row + (left + 1) * height)
+        columns = table(f"{prefix}columns", torch.arange(column + left * width, column + (left + 1) * width))
+        rows = lines
+        if not number.isdigit():
+            rows = lines = table(f"{prefix}outputs", lines, inverse=True)
+        elif int(number) + 1 == len(described["layers"]):
+            rows = table(f"{chain}.outputs", lines, inverse=True)
+        else:
+            rows = table(f"{prefix}neurons", lines)
+        if number.isdigit() and int(number):
+            columns = table(f"{chain}.layers.{int(number) - 1}.neurons", columns)
+        bias = table(f"{prefix}bias", lines) if f"{prefix}bias" in checkpoint.tensors else None
+        return LoadedBlock(_tensor(checkpoint, f"{prefix}weights.{stack}")[left].clone(), bias, rows, columns)
+
+
+def read_manifest(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """What `save` wrote about a model, checked to be complete. The weights are not read.
+
+    >>> read_manifest("nowhere")
+    Traceback (most recent call last):
+    crystallite.errors.CheckpointError: nowhere: expected a folder that crystallite saved, found no manifest.json
+    """
+    file = Path(path) / _MANIFEST
+    if not file.is_file():
+        raise CheckpointError(f"{path}: expected a folder that crystallite saved, found no {_MANIFEST}")
+    opened = SourceFile.at(file)
+    manifest = load_json(file, opened.head(opened.size), "manifest")
+    made_by, version = manifest.get("format"), manifest.get("version")
+    if made_by != "crystallite" or version != VERSION:
+        raise CheckpointError(f"{file}: expected format crystallite {VERSION}, got {made_by!r:.80} {version!r:.80}")
+    for name, kind in _FIELDS.items():
+        if name not in manifest or not isinstance(manifest[name], kind):
+            raise CheckpointError(f"{file}: expected {name!r} in the manifest, got {manifest.get(name)!r:.80}")
+    verdict = manifest["verdict"]
+    if verdict is not None and verdict.get("weights_sha256") != manifest["weights_sha256"]:
+        raise CheckpointError(f"{file}: the verdict was given on other weights; validate the model again")
     return manifest
+
+
+def attach_verdict(path: str | os.PathLike[str], verdict: dict[str, Any]) -> None:
+    """Write a validation's verdict into a saved model's manifest, bound to the weights as they lie there.
+
+    `verdict` holds plain JSON values. An earlier verdict is replaced; the manifest changes at once or not at all.
+    """
+    folder = Path(path)
+    manifest = read_manifest(folder)
+    found = _sha256(folder / _WEIGHTS)
+    if found != manifest["weights_sha256"]:
+        raise CheckpointError(f"{folder / _WEIGHTS}: its contents are not those the manifest was written for")
+    _write_manifest(folder, manifest | {"verdict": verdict | {"weights_sha256": found}})
+
+
+def source_sha256(source: nn.Module | Mapping[str, Any] | str | os.PathLike[str]) -> str:
+    """A hash of a model's weights: names, dtypes, shapes and bytes, by sorted name, whatever file they lie in.
+
+    Of tensors that share their data the first counts.
+
+    >>> source_sha256({"a": torch.ones(2)}) == source_sha256({"a": torch.zeros(2)})
+    False
+    """
+    digest = hashlib.sha256()
+    with open_checkpoint(source) as checkpoint:
+        for name, info in sorted(checkpoint.tensors.items()):
+            if info.alias_of is None:
+                digest.update(json.dumps([name, info.dtype, info.shape]).encode())
+                numbers: Any = _tensor(checkpoint, name).contiguous().reshape(-1).view(torch.uint8).numpy()
+                digest.update(numbers)
+    return digest.hexdigest()
+
+
+def _description_at(modules: dict[str, Any], name: str) -> dict[str, Any]:
+    """The description of a module, which may stand inside that of another; empty if there is none."""
+    inside: list[str] = []
+    while name not in modules and name:
+        name, _, place = name.rpartition(".")
+        inside.insert(0, place)
+    found = modules.get(name, {})
+    for place in inside:
+        found = found.get("children", found).get(place, {})
+    return dict(found)
+
+
+def _write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
+    try:
+        text = json.dumps(manifest, indent=1)
+    except (TypeError, ValueError) as error:
+        raise InvalidOption(f"options, metadata and verdicts must be plain JSON values: {error}") from None
+    unfinished = folder / f".{_MANIFEST}.{uuid.uuid4().hex}"
+    try:
+        unfinished.write_text(text + "\n")
+        unfinished.replace(folder / _MANIFEST)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def _sha256(file: Path) -> str:
@@ -304,18 +277,75 @@ def _sha256(file: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def _ties(state: dict[str, Tensor]) -> dict[str, str]:
+def _ties(state: Mapping[str, Tensor]) -> dict[str, str]:
     """name → the earlier name that holds the same memory."""
     seen: dict[Any, str] = {}
     tied = {}
     for name, value in state.items():
-        key = (value.data_ptr(), value.storage_offset(), tuple(value.shape))
-        if value.numel() and key in seen:
+        key = (value.device, value.data_ptr(), value.dtype, value.shape, value.stride())
+        if value.numel() and seen.setdefault(key, name) != name:
             tied[name] = seen[key]
-        seen.setdefault(key, name)
     return tied
 
 
-def _untied(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    ties = _ties(state)
-    return {name: value for name, value in state.items() if name not in ties}
+def _alone(value: Tensor) -> Tensor:
+    """The tensor in memory of its own, which safetensors demands."""
+    value = value.detach().contiguous()
+    return value if value.untyped_storage().nbytes() == value.nbytes else value.clone()
+
+
+def _on_meta(value: Tensor) -> Tensor:
+    empty = torch.empty_like(value, device="meta")
+    return nn.Parameter(empty, value.requires_grad) if isinstance(value, nn.Parameter) else empty
+
+
+def _tensor(checkpoint: Checkpoint, name: str) -> Tensor:
+    """The stored tensor, mapped."""
+    return torch.as_tensor(checkpoint.read(name))
+
+
+def _record(folder: Path, stored: dict[str, Any], checkpoint: Checkpoint) -> Reorganization:
+    try:
+        changes = [LayerChange(**change) for change in stored["changes"]]
+        places = [tuple((str(name), int(axis)) for name, axis in fold) for fold in stored["folds"]]
+        options = dict(stored["options"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{folder / _MANIFEST}: expected the record of a reorganization, got {error}") from None
+    folds = []
+    for i, where in enumerate(places):
+        order = _tensor(checkpoint, f"fold.{i}").clone()
+        if order.dtype != torch.int64 or not torch.equal(order.sort().values, torch.arange(order.numel())):
+            raise CheckpointError(f"{folder}: fold.{i} must hold every index below {order.numel()} once")
+        folds.append(Fold(order, where))
+    return Reorganization(changes, folds, options)
+
+
+def _fill(model: nn.Module, folder: Path, tied: dict[str, Any], checkpoint: Checkpoint, folds: int) -> None:
+    """Give the model its weights after checking that every one is there, in its size and kind, and nothing else."""
+    expected = {name: (tuple(v.shape), v.is_floating_point()) for name, v in model.state_dict().items()}
+    stored = {name: (info.shape, "float" in info.dtype) for name, info in checkpoint.tensors.items()}
+    for i in range(folds):
+        del stored[f"fold.{i}"]
+    for name, first in tied.items():
+        if not isinstance(first, str) or first not in checkpoint.tensors or name in checkpoint.tensors:
+            raise CheckpointError(f"{folder / _MANIFEST}: {name!r:.80} cannot be tied to {first!r:.80}")
+    stored |= {name: stored[first] for name, first in tied.items()}
+    if stored != expected:
+        wrong = min(set(stored.items()) ^ set(expected.items()))[0]
+        came, wanted = (_size(sizes.get(wrong)) for sizes in (stored, expected))
+        raise CheckpointError(f"{folder}: tensor {wrong!r:.80}: expected {wanted}, got {came}")
+    tensors = {name: _tensor(checkpoint, name).clone() for name in stored if name not in tied}
+    model.load_state_dict(tensors | {name: tensors[first] for name, first in tied.items()}, assign=True)
+    for name, first in tied.items():  # one parameter in two places, not two that share memory
+        parent, _, place = name.rpartition(".")
+        shared = model.get_submodule(first.rpartition(".")[0])._parameters.get(first.rpartition(".")[2])
+        if shared is not None:
+            setattr(model.get_submodule(parent), place, shared)
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta and not buffer.numel():  # says only the dtype
+                module._buffers[name] = torch.empty_like(buffer, device="cpu")
+
+
+def _size(found: tuple[tuple[int, ...], bool] | None) -> str:
+    return "none" if found is None else f"{'floating-point numbers' if found[1] else 'integers'} of shape {found[0]}"

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import shutil
 import sys
+import tempfile
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from crystallite.errors import CrystalliteError
+from crystallite.errors import CheckpointError, CrystalliteError, InvalidOption
+
+if TYPE_CHECKING:
+    from torch import nn
 
 __all__ = ["main"]
 
@@ -21,10 +27,24 @@ example:
   crystallite analyze ./my-hf-model --level percolation --rule neyman --json > analysis.json
   crystallite analyze big-model/ --fast --resume done.jsonl
 """
+_REORGANIZE_EXAMPLE = """\
+example:
+  crystallite reorganize ./my-hf-model --out small --level 0.001 --rule neyman
+  crystallite reorganize my_package.models:build --weights trained.pt --out small --ignore "head*"
+
+MODEL is a transformers folder, a folder that crystallite saved, or an import path to a function (or a module class)
+that returns an nn.Module when called without arguments. An import path runs that code, which is yours: a file of
+weights alone does not say how a model computes.
+"""
+_WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.h5",
+                 "*.msgpack", "*.onnx", "*.ot", "*.gguf")  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; 0 on success, 1 with one line on standard error when the input is bad."""
+    """Run the command; 0 on success, 2 with one line on standard error when the input is bad.
+
+    1 when there was nothing to do: no layer to write, or the reader of our output has left.
+    """
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
@@ -34,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except (CrystalliteError, OSError) as error:
         print(f"crystallite: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1
+        return 2
     except KeyboardInterrupt:
         print("crystallite: interrupted", file=sys.stderr)
         return 130
@@ -58,13 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     analyze.add_argument(
         "path", help="safetensors, .pt/.pth/.bin, .npz, .onnx or .gguf file, or a Hugging Face model folder"
     )
-    analyze.add_argument(
-        "--level", default=0.01, type=_level, help='significance level, or "percolation" (default: 0.01)'
-    )
-    analyze.add_argument("--null", choices=["auto", "init", "empirical"], default="auto", help="what noise looks like")
-    analyze.add_argument("--correction", choices=["bonferroni", "holm", "bh"], help="for testing many weights at once")
-    analyze.add_argument("--rule", choices=["both", "neyman"], default="both", help="tests a kept weight must pass")
-    analyze.add_argument("--random-walk", choices=["calibrated", "literal"], default="calibrated")
+    _add_annealing(analyze)
     analyze.add_argument("--fast", action="store_true", help="blocks at the one level only: no profile, no hubs")
     analyze.add_argument("--include", action="append", metavar="PATTERN", help="only layers whose name matches")
     analyze.add_argument("--exclude", action="append", metavar="PATTERN", help="not the layers whose name matches")
@@ -72,6 +86,28 @@ def _parser() -> argparse.ArgumentParser:
     analyze.add_argument("--engine", choices=["local", "ray"], default="local", help="where to run")
     analyze.add_argument("--json", action="store_true", help="everything as JSON on standard output")
     analyze.set_defaults(run=_analyze)
+
+    reorganize = commands.add_parser(
+        "reorganize",
+        help="a model rebuilt from its blocks",
+        description="Anneal and decompose the layers of a model, and save it with those that pay rebuilt from blocks.",
+        epilog=_REORGANIZE_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    reorganize.add_argument("model", metavar="MODEL", help="a folder, or package.module:factory")
+    reorganize.add_argument("--out", required=True, type=Path, metavar="FOLDER", help="where to save; must not exist")
+    reorganize.add_argument("--weights", type=Path, metavar="FILE", help="weights for what the factory returns")
+    _add_annealing(reorganize)
+    reorganize.add_argument(
+        "--as-it-is", action="store_true", help="anneal nothing: weights that are zero are the gaps"
+    )
+    reorganize.add_argument(
+        "--even-if-slower", action="store_true", help="blocks wherever they need fewer multiply-adds"
+    )
+    reorganize.add_argument("--targets", action="append", metavar="PATTERN", help="only layers whose name matches")
+    reorganize.add_argument("--ignore", action="append", metavar="PATTERN", help="not the layers whose name matches")
+    reorganize.add_argument("--json", action="store_true", help="everything as JSON on standard output")
+    reorganize.set_defaults(run=_reorganize)
 
     demo = commands.add_parser(
         "demo",
@@ -83,6 +119,16 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--out", default="demo-output", type=Path, help="folder for what the demo writes")
     demo.set_defaults(run=_demo)
     return parser
+
+
+def _add_annealing(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--level", default=0.01, type=_level, help='significance level, or "percolation" (default: 0.01)'
+    )
+    command.add_argument("--null", choices=["auto", "init", "empirical"], default="auto", help="what noise looks like")
+    command.add_argument("--correction", choices=["bonferroni", "holm", "bh"], help="for testing many weights at once")
+    command.add_argument("--rule", choices=["both", "neyman"], default="both", help="tests a kept weight must pass")
+    command.add_argument("--random-walk", choices=["calibrated", "literal"], default="calibrated")
 
 
 def _level(text: str) -> float | str:
@@ -120,6 +166,117 @@ def _analyze(options: argparse.Namespace) -> int:
     if analysis.skipped:
         print(f"Left out: {len(analysis.skipped)} tensors that are no matrices of weights (--json lists them).")
     return 0
+
+
+def _reorganize(options: argparse.Namespace) -> int:
+    from crystallite.reorganization.rewrite import reorganize
+    from crystallite.reorganization.summary import summary
+
+    if options.out.exists():  # before the work, not after it
+        raise InvalidOption(f"{options.out}: exists already; choose another name or remove it")
+    annealing = {name: getattr(options, name) for name in ("level", "null", "correction", "random_walk", "rule")}
+    if options.as_it_is:
+        annealing["level"] = None
+    model = _open_model(options.model, options.weights)
+    small = reorganize(
+        model,
+        only_if_faster=not options.even_if_slower,
+        targets=options.targets or ("*",),
+        ignore=options.ignore or (),
+        progress=sys.stderr.isatty(),
+        **annealing,
+    )
+    result = summary(small)
+    replaced = any(c.macs_after != c.macs_before for c in result.changes)
+    if replaced:
+        _save(small, options.out, model, Path(options.model), annealing)
+    if options.json:
+        json.dump({**result.to_json(), "out": str(options.out) if replaced else None}, sys.stdout, indent=1)
+        print()
+    else:
+        print(result)
+        print(f"\nSaved in {options.out}." if replaced else "\nNothing saved: no layer has blocks that pay here.")
+    return 0 if replaced else 1
+
+
+def _save(model: nn.Module, target: Path, original: nn.Module, source: Path, annealing: dict[str, Any]) -> None:
+    """A transformers model as `from_pretrained` reads it, with its tokenizer; any other as `crystallite.load` does."""
+    from crystallite.artifact import save
+
+    pretrained: Any = model
+    if not (hasattr(model, "save_pretrained") and source.is_dir()):
+        save(model, target, source=original, metadata={"model": str(source), **annealing})
+        return
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as made:  # all of it or nothing
+        folder = Path(made) / target.name
+        shutil.copytree(source, folder, ignore=shutil.ignore_patterns(*_WEIGHT_FILES))
+        pretrained.save_pretrained(folder)
+        folder.rename(target)
+
+
+def _open_model(source: str, weights: Path | None) -> nn.Module:
+    """A dense model from a folder or from code."""
+    from crystallite.artifact import load
+    from crystallite.reorganization.restore import restore
+
+    folder = Path(source)
+    if not folder.is_dir():
+        model = _from_code(source)
+    elif (folder / "config.json").is_file():
+        model = _from_transformers(folder)
+    else:
+        model = load(folder)
+    if weights is not None:
+        _fill(model, weights)
+    return restore(model) if hasattr(model, "reorganization") else model
+
+
+def _from_code(source: str) -> nn.Module:
+    from torch import nn
+
+    module_name, _, factory_name = source.partition(":")
+    if not all(part.isidentifier() for part in [*module_name.split("."), *factory_name.split(".")]):
+        raise InvalidOption(f"{source}: expected a model folder, or package.module:factory")
+    sys.path.insert(0, os.getcwd())  # as python -m has it
+    try:
+        factory: Any = importlib.import_module(module_name)
+        for part in factory_name.split("."):
+            factory = getattr(factory, part)
+        model = factory()
+    except Exception as error:  # whatever the user's code raises
+        raise InvalidOption(f"{source}: {type(error).__name__}: {error}") from error
+    if not isinstance(model, nn.Module):
+        raise InvalidOption(f"{source}: expected a function that returns an nn.Module, got {type(model).__name__}")
+    return model
+
+
+def _from_transformers(folder: Path) -> nn.Module:
+    try:
+        library = importlib.import_module("transformers")
+    except ImportError:
+        raise InvalidOption(f"{folder}: a transformers model; install transformers to open it") from None
+    if not sys.stderr.isatty():
+        library.utils.logging.disable_progress_bar()
+    try:
+        model: nn.Module = library.AutoModel.from_pretrained(folder, local_files_only=True)
+    except (ValueError, RuntimeError, KeyError) as error:
+        raise CheckpointError(f"{folder}: transformers cannot open it: {error}") from None
+    return model
+
+
+def _fill(model: nn.Module, file: Path) -> None:
+    """Give a model the weights of a checkpoint, all of them."""
+    import torch
+
+    from crystallite.weights.checkpoint import open_checkpoint
+
+    with open_checkpoint(file) as checkpoint:
+        state = {name: torch.as_tensor(checkpoint.read(name)) for name in checkpoint.tensors}
+        try:
+            model.load_state_dict(state)
+        except RuntimeError as error:
+            raise CheckpointError(f"{file}: {error}") from None
 
 
 def _demo(options: argparse.Namespace) -> int:

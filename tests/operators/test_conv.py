@@ -167,3 +167,39 @@ def test_bad_input():
         conv.weight[0, 0, 0, 0] = float("nan")
     with pytest.raises(cx.InvalidMatrix, match=r"conv.weight"):
         channel_structure(conv)
+
+
+def test_channels_in_order_are_not_moved():
+    """Blocks that lie one after the other need no table, also where their shapes differ and some channels are idle."""
+    conv = nn.Conv2d(9, 8, 3, padding=1)
+    kept = torch.zeros(8, 9)
+    kept[:2, :4] = kept[2:5, 4:6] = kept[5:7, 6:8] = 1
+    with torch.no_grad():
+        conv.weight *= kept[:, :, None, None]
+    layer, x = BlockConv.from_dense(conv), torch.randn(2, 9, 5, 5)
+    assert (layer.inputs, layer.outputs, layer.n_blocks) == (None, None, 3)
+    assert_close(layer(x), conv(x))
+    assert torch.equal(layer.to_dense().weight, conv.weight)
+    reloaded = BlockConv.from_dense(conv)
+    reloaded.load_state_dict(layer.state_dict())
+    assert torch.equal(reloaded(x), layer(x))
+    shuffled = copy.deepcopy(conv)
+    with torch.no_grad():
+        shuffled.weight.copy_(conv.weight.flip(0))
+    turned = BlockConv.from_dense(shuffled)
+    assert turned.outputs is not None
+    assert_close(turned(x), shuffled(x))
+
+
+@pytest.mark.parametrize("side", ["inputs", "outputs"])
+def test_the_side_that_is_in_order_is_not_moved(side):
+    conv = nn.Conv1d(8, 8, 3)
+    order = torch.randperm(8, generator=torch.Generator().manual_seed(1))
+    kept = torch.block_diag(torch.ones(3, 2), torch.ones(2, 2), torch.ones(3, 4))
+    kept = kept[order] if side == "inputs" else kept[:, order]
+    with torch.no_grad():
+        conv.weight *= kept[..., None]
+    layer, x = BlockConv.from_dense(conv), torch.randn(2, 8, 6)
+    assert [name for name in ("inputs", "outputs") if getattr(layer, name) is None] == [side]
+    assert_close(layer(x), conv(x))
+    assert torch.equal(layer.to_dense().weight, conv.weight)

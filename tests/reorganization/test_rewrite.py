@@ -1,12 +1,27 @@
-"""Whole models: annealed, decomposed, swapped; equal to the model with the annealed weights, and reported."""
+"""Whole models: annealed, decomposed, swapped; equal to the model with the annealed weights, restored, and reported."""
+
+import copy
+from itertools import pairwise
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 import crystallite as cx
+from crystallite.reorganization.restore import DenseFeedForward, restore
 from tests.operators.test_chain import planted
 from tests.operators.tolerance import assert_close
+from tests.reorganization.models import (
+    Gated,
+    annealed,
+    assert_same_state,
+    block_convolution,
+    block_linear,
+    block_recurrent,
+    outputs_and_gradients,
+)
 
 
 class Network(nn.Module):
@@ -23,18 +38,73 @@ class Network(nn.Module):
         return self.head(self.norm(x))
 
 
-def annealed_copy(model, **options):
-    """The oracle: the same model with every chosen weight masked by `anneal`."""
-    import copy
+class Images(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = block_convolution(nn.Conv2d, 8, 16, 4, seed=1, padding=1)
+        self.norm = nn.BatchNorm2d(16)
+        self.second = block_convolution(nn.Conv2d, 16, 12, 4, seed=2, stride=2, bias=False)
+        self.head = nn.Linear(12, 5)
 
-    result = copy.deepcopy(model)
-    for module in result.modules():
-        if isinstance(module, nn.Linear):
-            null = cx.nulls.choose(module.weight, [cx.nulls.for_module(module)]).null
-            mask = cx.anneal(module.weight, null, **options).mask
-            with torch.no_grad():
-                module.weight *= mask
-    return result
+    def forward(self, x):
+        return self.head(torch.relu(self.second(torch.relu(self.norm(self.first(x))))).mean((2, 3)))
+
+
+class Sequences(nn.Module):
+    def __init__(self, kind, **options):
+        super().__init__()
+        self.rnn = block_recurrent(kind, 24, 192, 6, batch_first=True, **options)
+        self.head = nn.Linear(192 * (1 + self.rnn.bidirectional), 3)
+
+    def forward(self, x):
+        return self.head(self.rnn(x)[0])
+
+
+class Attention(nn.Module):
+    """Query, key and value in one matrix: each in blocks, together one block."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(24, 72)
+        with torch.no_grad():
+            self.qkv.weight.copy_(torch.cat([block_linear(24, 24, 4, seed).weight for seed in range(3)]))
+
+    def forward(self, x):
+        query, key, value = self.qkv(x).chunk(3, -1)
+        return x + torch.softmax(query @ key.transpose(-1, -2), -1) @ value
+
+
+class Residual(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return x + self.inner(x)
+
+
+def sequential():
+    first, second, third = planted((16, 32, 32, 8), 4, dtype=torch.float32)
+    return nn.Sequential(first, nn.ReLU(), nn.Dropout(0.1), second, nn.GELU(), third, nn.Softmax(-1))
+
+
+KINDS = {
+    "linear": (Network, (7, 48), {"first": cx.BlockLinear, "second": cx.BlockLinear, "head": nn.Linear}),
+    "convolution": (Images, (3, 8, 9, 9), {"first": cx.BlockConv, "second": cx.BlockConv}),
+    "1-D convolution": (
+        lambda: nn.Sequential(block_convolution(nn.Conv1d, 6, 6, 3, 1), nn.Tanh()), (2, 6, 9), {"0": cx.BlockConv},
+    ),
+    "rnn": (lambda: Sequences(nn.RNN, nonlinearity="relu"), (2, 7, 24), {"rnn": cx.BlockRecurrent}),
+    "gru": (lambda: Sequences(nn.GRU, num_layers=2), (2, 7, 24), {"rnn": cx.BlockRecurrent}),
+    "lstm": (lambda: Sequences(nn.LSTM, bidirectional=True), (2, 7, 24), {"rnn": cx.BlockRecurrent}),
+    "gated": (lambda: Residual(Gated()), (5, 16), {"inner": cx.BlockFeedForward}),
+    "gated, two partitions": (
+        lambda: Residual(Gated(strangers=True)), (5, 16), dict.fromkeys(["inner.one", "inner.two"], cx.BlockLinear),
+    ),
+    "fused qkv": (Attention, (2, 5, 24), {"qkv": cx.BlockLinear}),
+    "sequential": (sequential, (5, 16), {"0": cx.BlockChain, "3": nn.Identity}),
+    "the model itself": (lambda: block_linear(12, 8, 4, 1), (5, 12), {"": cx.BlockLinear}),
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -42,42 +112,36 @@ def _seed():
     torch.manual_seed(0)
 
 
-def test_layers_become_blocks():
-    model = Network()
-    small = cx.reorganize(model, level=None)
-    x = torch.randn(7, 48)
-    assert_close(small(x), model(x))
-    assert isinstance(small.first, cx.BlockLinear)
-    assert isinstance(small.head, nn.Linear)
-    changes = {c.name: c for c in cx.summary(small).changes}
-    assert changes["first"].became == "4 blocks"
-    assert (changes["first"].macs_before, changes["first"].macs_after) == (48 * 48, 48 * 12)
-    assert changes["head"].became == "dense, annealed: one block"
-    assert isinstance(model.first, nn.Linear)  # the model itself is untouched
+@pytest.mark.parametrize("fold", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_layer(kind, fold):
+    """Before = after in outputs and gradients, undone bit for bit, the model itself untouched."""
+    build, shape, expected = KINDS[kind]
+    model = build().eval()
+    before, x = copy.deepcopy(model), torch.randn(shape)
+    small = cx.reorganize(model, level=None, example=x, fold=fold, only_if_faster=False)
+    assert {name: type(small.get_submodule(name)) for name in expected} == expected
+    for found, wanted in zip(outputs_and_gradients(small, x), outputs_and_gradients(model, x), strict=True):
+        assert_close(found, wanted)
+    with torch.no_grad():  # without gradients other kernels run
+        assert_close(small(x), model(x))
+    assert cx.summary(small).macs[1] < cx.summary(small).macs[0]
+    assert_same_state(model, before)
+    again = restore(small)
+    assert_same_state(again, model)
+    assert_close(again(x), model(x))
 
 
-def test_sequential_layers_that_separate_become_a_chain():
-    first, second, third = planted((16, 32, 32, 8), 4, dtype=torch.float32)
-    model = nn.Sequential(first, nn.ReLU(), nn.Dropout(0.1), second, nn.GELU(), third, nn.Softmax(-1)).eval()
-    small = cx.reorganize(model, level=None).eval()
-    x = torch.randn(5, 16)
-    assert_close(small(x), model(x))
-    assert isinstance(small[0], cx.BlockChain)
-    assert small[0].n_blocks == 4
-    assert len(small) == len(model)
-    assert cx.summary(small).macs == (16 * 32 + 32 * 32 + 32 * 8, (16 * 32 + 32 * 32 + 32 * 8) // 4)
-
-
-def test_layers_with_different_partitions_are_swapped_one_by_one():
-    (first,), (second,) = (
-        planted((32, 32), 4, seed=1, dtype=torch.float32),
-        planted((32, 32), 4, seed=2, dtype=torch.float32),
-    )
-    model = nn.Sequential(first, nn.ReLU(), second)
-    small = cx.reorganize(model, level=None)
-    x = torch.randn(5, 32)
-    assert_close(small(x), model(x))
-    assert [type(m) for m in small] == [cx.BlockLinear, nn.ReLU, cx.BlockLinear]
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "the model itself"])
+def test_saved_reloaded_and_undone(kind, tmp_path):
+    build, shape, expected = KINDS[kind]
+    model, x = build().eval(), torch.randn(shape)
+    small = cx.reorganize(model, level=None, example=x, only_if_faster=False)
+    loaded = cx.load(cx.save(small, tmp_path / "small"), into=model).eval()
+    assert {name: type(loaded.get_submodule(name)) for name in expected} == expected
+    assert torch.equal(loaded(x), small(x))
+    assert_same_state(restore(loaded), model)
+    assert repr(cx.summary(loaded)) == repr(cx.summary(small))
 
 
 @pytest.mark.parametrize(
@@ -86,58 +150,224 @@ def test_layers_with_different_partitions_are_swapped_one_by_one():
         {"level": 0.001, "rule": "neyman"},
         {"level": 0.05},
         {"level": "percolation", "correction": "holm", "rule": "neyman"},
+        {"level": 0.3, "null": "empirical", "rule": "neyman"},
     ],
 )
-def test_equals_the_annealed_model_on_trained_weights(options):
-    model = nn.Sequential(nn.Linear(20, 40), nn.Tanh(), nn.Linear(40, 10))
-    optimizer = torch.optim.Adam(model.parameters(), 0.01)
-    x = torch.randn(256, 20)
-    for _ in range(60):
-        optimizer.zero_grad()
-        (model(x) - x[:, :10].sin()).square().mean().backward()
-        optimizer.step()
-    small = cx.reorganize(model, **options)
-    assert_close(small(x), annealed_copy(model, **options)(x))
+@pytest.mark.parametrize("kind", ["linear", "convolution", "gru", "lstm", "gated", "fused qkv", "sequential"])
+def test_equals_the_annealed_model(kind, options):
+    """Every weight is masked as `anneal` masks it, gate by gate, whatever became of its layer."""
+    build, shape, _ = KINDS[kind]
+    model = build().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:  # something for the tests to tell apart
+                parameter += 0.5 / parameter[0].numel() ** 0.5 * torch.randn_like(parameter).pow(3)
+    x = torch.randn(shape)
+    small, oracle = cx.reorganize(model, example=x, **options, only_if_faster=False), annealed(model, **options)
+    kept, there = (sum(int(p.count_nonzero()) for p in m.parameters()) for m in (oracle, model))
+    assert 0 < kept < there
+    assert_same_state(restore(small), oracle)
+    for found, wanted in zip(outputs_and_gradients(small, x), outputs_and_gradients(oracle, x), strict=True):
+        assert_close(found, wanted)
 
 
-def test_targets_ignore_and_tied_weights():
+@settings(max_examples=30, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 12), min_size=2, max_size=5),
+    kept=st.floats(0, 0.5),
+    activations=st.lists(st.sampled_from([nn.ReLU(), nn.Tanh(), nn.Identity(), nn.Softmax(-1), None]), min_size=4),
+    bias=st.booleans(),
+    seed=st.integers(0, 10**6),
+)
+def test_any_sparse_network(sizes, kept, activations, bias, seed):
+    """Whatever the zeros are: dormant neurons, dead ends, single neurons, layers without an edge."""
+    torch.manual_seed(seed)
+    modules = []
+    for (inputs, outputs), activation in zip(pairwise(sizes), activations, strict=False):
+        layer = nn.Linear(inputs, outputs, bias, dtype=torch.float64)
+        with torch.no_grad():
+            layer.weight *= torch.rand(outputs, inputs) < kept
+        modules += [layer] if activation is None else [layer, activation]
+    model, x = nn.Sequential(*modules), torch.randn(3, sizes[0], dtype=torch.float64)
+    small = cx.reorganize(model, level=None, only_if_faster=False)
+    assert_close(small(x), model(x))
+    before, after = cx.summary(small).macs
+    assert sum(int(w.count_nonzero()) for w in model.parameters() if w.ndim > 1) <= after <= before
+    assert_same_state(restore(small), model)
+
+
+def test_initialisations_that_a_config_tells():
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    model.config = {"initializer_range": 0.3}
+    small = cx.reorganize(model, level=0.05, null="init", rule="neyman", only_if_faster=False)
+    threshold = cx.nulls.Normal(0.3).threshold(0.05)
+    assert threshold > 1 / 8  # so that PyTorch's own initialisation would have kept something
+    assert not restore(small)[0].weight.any()
+
+
+def test_layers_with_different_partitions_are_one_chain_with_a_shuffle():
+    first, second = (block_linear(32, 32, 4, seed) for seed in (1, 2))
+    small = cx.reorganize(nn.Sequential(first, nn.ReLU(), second), level=None, only_if_faster=False)
+    assert isinstance(small[0], cx.BlockChain)
+    assert (small[0].n_subnetworks, small[0].macs) == (1, 2 * 32 * 8)
+    assert [c.became for c in cx.summary(small).changes] == ["4 blocks in a chain"] * 2
+
+
+def test_channel_by_channel_where_that_saves_more():
+    """Both layers are one block each, but in every quarter of the hidden neurons they fall apart."""
+    first, second = nn.Linear(16, 64), nn.Linear(64, 16)
+    parts = [block_linear(16, 16, 4, seed).weight for seed in range(4)]
+    with torch.no_grad():
+        first.weight.copy_(torch.cat(parts))
+        second.weight.copy_(torch.cat(parts, 1).roll(1, 0))
+    model, x = nn.Sequential(first, nn.GELU(), second, nn.Tanh()), torch.randn(5, 16)
+    small = cx.reorganize(model, level=None, only_if_faster=False)
+    assert small[0].form == "channels"
+    assert cx.summary(small).macs == (2048, 512)
+    assert_close(small(x), model(x))
+    assert_same_state(restore(small), model)
+
+
+def test_a_gated_module_channel_by_channel():
+    module = Gated(16, 64, 1)
+    parts = [block_linear(16, 16, 4, seed).weight for seed in range(4)]
+    with torch.no_grad():
+        for layer in (module.one, module.three):
+            layer.weight.copy_(torch.cat(parts))
+        module.two.weight.copy_(torch.cat(parts, 1).roll(1, 0))
+    model, x = Residual(module), torch.randn(5, 16)
+    small = cx.reorganize(model, level=None, only_if_faster=False)
+    assert [c.became for c in cx.summary(small).changes] == ["feed-forward channel by channel, 32 blocks"] * 3
+    assert cx.summary(small).macs == (3072, 768)
+    assert_close(small(x), model(x))
+    assert_same_state(restore(small), model)
+
+
+def test_an_activation_used_twice():
+    activation, layers = nn.Tanh(), planted((8, 16, 16, 8), 2, dtype=torch.float32)
+    model = nn.Sequential(layers[0], activation, layers[1], activation, layers[2])
+    small, x = cx.reorganize(model, level=None, only_if_faster=False), torch.randn(3, 8)
+    assert isinstance(small[0], cx.BlockChain)
+    assert_close(small(x), model(x))
+    assert [type(m) for m in restore(small)] == [type(m) for m in model]
+
+
+def test_a_chain_ends_where_a_layer_does_not_pay():
+    layers = [block_linear(16, 16, 4, 1), block_linear(16, 16, 4, 2), nn.Linear(16, 16), block_linear(16, 16, 4, 3)]
+    model = nn.Sequential(*(m for layer in layers for m in (layer, nn.ReLU())))
+    small, x = cx.reorganize(model, level=None, only_if_faster=False), torch.randn(3, 16)
+    kinds = [cx.BlockChain, nn.Identity, nn.Identity, nn.ReLU, nn.Linear, nn.ReLU, cx.BlockLinear, nn.ReLU]
+    assert [type(m) for m in small] == kinds
+    assert_close(small(x), model(x))
+    assert_same_state(restore(small), model)
+
+
+def test_folding_leaves_nothing_to_move_inside():
+    class Pair(nn.Module):  # a residual stream fixes the outer order, so the inner one is what can be folded
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = planted((16, 32, 16), 4, seed=3, dtype=torch.float32)
+
+        def forward(self, x):
+            return x + self.down(nn.functional.softplus(self.up(x)))
+
+    small = cx.reorganize(Pair(), level=None, only_if_faster=False)
+    assert (small.up.outputs, small.down.columns) == (None, None)
+    assert len(small.reorganization.folds) == 1
+    assert "1 folded into the weights, 2 moved at run time" in repr(cx.summary(small))
+    plain = cx.reorganize(Pair(), level=None, fold=False, only_if_faster=False)
+    assert plain.down.columns is not None
+    assert not plain.reorganization.folds
+
+
+def test_what_cannot_be_traced_is_not_folded():
+    class Branching(Network):
+        def forward(self, x):
+            return super().forward(x) if x.sum() > 0 else super().forward(-x)
+
+    model, x = Branching(), torch.randn(3, 48)
+    small = cx.reorganize(model, level=None, only_if_faster=False)
+    assert isinstance(small.first, cx.BlockLinear)
+    assert_close(small(x), model(x))
+    assert "not folded: " in repr(cx.summary(small))
+
+
+def test_frozen_layers_and_modes_stay():
+    model = Network().eval()
+    model.first.requires_grad_(False)
+    model.second.train()
+    small = cx.reorganize(model, level=None, only_if_faster=False)
+    assert not any(p.requires_grad for p in small.first.parameters())
+    assert all(p.requires_grad for p in small.second.parameters())
+    assert [small.first.training, small.second.training] == [False, True]
+    again = restore(small)
+    assert [p.requires_grad for p in again.parameters()] == [p.requires_grad for p in model.parameters()]
+    assert [m.training for m in again.modules()] == [m.training for m in model.modules()]
+
+
+def test_targets_and_ignore():
     model = Network()
-    small = cx.reorganize(model, level=None, targets=["first", "second"], ignore="second")
+    small = cx.reorganize(model, level=None, targets=["first", "second"], ignore="second", only_if_faster=False)
     assert isinstance(small.first, cx.BlockLinear)
     assert isinstance(small.second, nn.Linear)
     assert [c.name for c in cx.summary(small).changes] == ["first"]
-    model.second.weight = model.first.weight
-    tied = cx.reorganize(model, level=None)
-    assert isinstance(tied.first, nn.Linear)
-    assert "tied" in cx.summary(tied).changes[0].became
-    x = torch.randn(3, 48)
-    assert torch.equal(tied(x), model(x))
+    some = cx.reorganize(model, level=0.05, targets="*e*d", rule="neyman", only_if_faster=False)
+    assert_same_state(restore(some), annealed(model, {"second", "head"}, level=0.05, rule="neyman"))
+    gated = cx.reorganize(Residual(Gated()), level=None, ignore="*two", only_if_faster=False)
+    assert isinstance(gated.inner, Gated)
+    assert isinstance(gated.inner.one, cx.BlockLinear)
 
 
-def test_attention_projections_are_left_to_their_module():
-    model = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval()
-    small = cx.reorganize(model, level=0.5, rule="neyman").eval()
-    changes = {c.name: c.became for c in cx.summary(small).changes}
-    assert changes["self_attn.out_proj"].startswith("left alone")
-    assert small(torch.randn(2, 3, 16)).shape == (2, 3, 16)
+def test_restored_feed_forward_modules_keep_their_layers():
+    model = Residual(Gated())
+    again = restore(cx.reorganize(model, level=None, only_if_faster=False))
+    assert isinstance(again.inner, DenseFeedForward)
+    assert (
+        cx.reorganize(again, level=None, only_if_faster=False).inner.macs == 16 * 32 * 3 // 4
+    )  # and can be taken apart again
 
 
-def test_summary_prints():
-    text = repr(cx.summary(cx.reorganize(Network(), level=None)))
-    assert "4 blocks" in text
-    assert "multiply-adds 4,848 → 1,392 (29%)" in text
+def test_transformers_conv1d():
+    conv1d = pytest.importorskip("transformers.pytorch_utils").Conv1D
+    layer = conv1d(12, 8)
+    with torch.no_grad():
+        layer.weight.copy_(block_linear(8, 12, 4, 1).weight.T)
+    model = nn.Sequential(layer, nn.Tanh())
+    small, x = cx.reorganize(model, level=None, only_if_faster=False), torch.randn(2, 3, 8)
+    assert isinstance(small[0], cx.BlockLinear)
+    assert_close(small(x), model(x))
+    again = restore(small)
+    assert type(again[0]) is conv1d
+    assert_same_state(again, model)
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: cx.reorganize(torch.ones(2, 2)), "nn.Module"),
-        (lambda: cx.reorganize(nn.ReLU()), "no linear layer"),
-        (lambda: cx.reorganize(Network(), targets=["x*"]), "no linear layer"),
-        (lambda: cx.reorganize(Network(), level=7), "level"),
-        (lambda: cx.summary(Network()), "not made by reorganize"),
+        (lambda: cx.reorganize(torch.ones(2, 2), only_if_faster=False), "nn.Module"),
+        (lambda: cx.reorganize(nn.ReLU(), only_if_faster=False), "no layer with weights"),
+        (
+            lambda: cx.reorganize(Network(), targets=["x*"], only_if_faster=False),
+            r"no layer with weights matches targets \['x\*'\]",
+        ),
+        (lambda: cx.reorganize(Network(), level=7, only_if_faster=False), "level"),
+        (lambda: cx.reorganize(Network(), null="flat", only_if_faster=False), "first.weight: null must be"),
+        (
+            lambda: cx.reorganize(cx.reorganize(Network(), level=None, only_if_faster=False), level=None),
+            "reorganized already",
+        ),
+        (lambda: restore(Network()), "not made by reorganize"),
     ],
 )
 def test_bad_input(call, message):
     with pytest.raises(cx.CrystalliteError, match=message):
         call()
+
+
+@pytest.mark.parametrize("level", [None, 0.01])
+def test_weights_that_are_not_numbers_are_named(level):
+    model = Images()
+    with torch.no_grad():
+        model.second.weight[0, 0, 0, 0] = float("nan")
+    with pytest.raises(cx.InvalidMatrix, match=r"second.weight: .*NaN"):
+        cx.reorganize(model, level=level, only_if_faster=False)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from crystallite.errors import InvalidMatrix
 from crystallite.operators.engine import (
+    KERNEL_DTYPES,
     Activation,
     Block,
     Plan,
@@ -21,6 +22,7 @@ from crystallite.operators.engine import (
     array,
     can_run_compiled,
     cut,
+    empty_blocks,
     in_order,
     joined,
     products,
@@ -144,12 +146,11 @@ class BlockChain(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if x.shape[-1] != self.in_features:
             raise InvalidMatrix(f"expected {self.in_features} input features, got shape {tuple(x.shape)}")
-        flat = x.reshape(-1, self.in_features)
-        if flat.dtype == self.empty.dtype and can_run_compiled(flat, self):
+        if can_run_compiled(x, self):
             plan = self._plan if self._plan.valid() else self._planned()
-            if plan.suits(flat):
-                return run(plan, flat).view(*x.shape[:-1], self.out_features)
-        state = flat.t()
+            if plan.suits(x):
+                return run(plan, x)
+        state = x.reshape(-1, self.in_features).t()
         for i, layer in enumerate(self._layers()):
             state = layer(state)
             if i < len(self.activations):
@@ -158,6 +159,8 @@ class BlockChain(nn.Module):
         return y.reshape(*x.shape[:-1], self.out_features)
 
     def _planned(self) -> Plan:
+        if self.empty.dtype not in KERNEL_DTYPES:
+            return self._plan  # an empty one
         activations = [_Between(activation) for activation in self.activations]
         last = len(self.layers) - 1
         stages = [layer.stage(relu=i < last and activations[i].is_relu) for i, layer in enumerate(self._layers())]
@@ -215,15 +218,22 @@ class BlockChain(nn.Module):
     # how it is stored
 
     def describe(self) -> dict[str, Any]:
-        """All that is needed to rebuild the chain around its tensors and activations, as plain values."""
-        return {"layers": [layer.describe() for layer in self._layers()], "outputs": self.outputs is not None}
+        """All that is needed to rebuild the chain around its tensors, as plain values and the activations."""
+        return {
+            "layers": [layer.describe() for layer in self._layers()],
+            "activations": list(self.activations),
+            "outputs": self.outputs is not None,
+        }
 
     @classmethod
-    def from_description(cls, description: dict[str, Any], activations: Sequence[nn.Module]) -> BlockChain:
+    def from_description(cls, description: dict[str, Any]) -> BlockChain:
         """A chain of that shape whose tensors are not filled."""
         layers = [ChainLayer.from_description(layer) for layer in description["layers"]]
+        for before, after in pairwise(layers):
+            if before.out_features != after.in_features:
+                raise InvalidMatrix(f"expected a layer of {before.out_features} inputs, got {after.in_features}")
         outputs = torch.empty(layers[-1].out_features, dtype=torch.long) if description["outputs"] else None
-        return cls(layers, activations, outputs)
+        return cls(layers, description["activations"], outputs)
 
     def index_limits(self) -> dict[str, int]:
         """What the values of each index table must stay below."""
@@ -347,16 +357,15 @@ class ChainLayer(nn.Module):
 
     @classmethod
     def from_description(cls, description: dict[str, Any]) -> ChainLayer:
-        rows = int(description["out_features"])
-        stacks = [torch.empty(*map(int, shape)) for shape in description["stacks"]]
+        columns, rows = int(description["in_features"]), int(description["out_features"])
+        stacks = empty_blocks(description["stacks"], rows, None if description["columns"] else columns)
+        reads = sum(w.shape[0] * w.shape[2] for w in stacks)
         return cls(
-            int(description["in_features"]),
+            columns,
             rows,
             stacks,
             torch.empty(rows) if description["bias"] else None,
-            torch.empty(sum(w.shape[0] * w.shape[2] for w in stacks), dtype=torch.long)
-            if description["columns"]
-            else None,
+            torch.empty(reads, dtype=torch.long) if description["columns"] else None,
             torch.empty(rows, dtype=torch.long) if description["neurons"] else None,
         )
 

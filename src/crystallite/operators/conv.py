@@ -17,10 +17,11 @@ from crystallite.structure.decompose import decompose
 __all__ = ["BlockConv", "Convolution", "channel_structure"]
 
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
+Block = tuple[np.ndarray, np.ndarray]  # output and input channels
 _KINDS: dict[str, type[Convolution]] = {kind.__name__: kind for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d)}
 
 
-def channel_structure(conv: Convolution) -> BipartiteStructure:
+def channel_structure(conv: Convolution, name: str = "conv.weight") -> BipartiteStructure:
     """Blocks of output and input channels, joined by an edge where any position of their kernel is not zero.
 
     >>> channel_structure(nn.Conv2d(4, 6, 3, groups=2))
@@ -31,7 +32,7 @@ def channel_structure(conv: Convolution) -> BipartiteStructure:
     # groups of equal shapes: each decomposes alone, and labels of different groups never meet
     rows, cols, used = [], [], 0
     for group in largest.chunk(conv.groups):
-        inside = decompose(group, name="conv.weight")
+        inside = decompose(group, name=name)
         rows.append(np.where(inside.row_block < 0, -1, inside.row_block + used))
         cols.append(np.where(inside.col_block < 0, -1, inside.col_block + used))
         used += inside.n_blocks
@@ -41,8 +42,9 @@ def channel_structure(conv: Convolution) -> BipartiteStructure:
 class BlockConv(nn.Module):
     """A convolution computed as channel gather → grouped convolutions → channel gather, plus the bias.
 
-    Blocks with equally many channels are one grouped convolution, the others run alone. Dormant output channels emit
-    their bias, dormant input channels are not read. Stride, padding, dilation and padding mode are the original's.
+    Consecutive blocks with equally many channels are one grouped convolution. Dormant output channels emit their bias,
+    dormant input channels are not read. A table that would say 0, 1, 2, … is not held, and nothing is moved for it.
+    Stride, padding, dilation and padding mode are the original's.
 
     >>> conv = nn.Conv2d(4, 4, 3, padding=1)
     >>> with torch.no_grad():
@@ -63,10 +65,13 @@ class BlockConv(nn.Module):
     groups: int  # of the original
     padding_mode: str
     empty: Tensor
-    inputs: Tensor  # (active input channels,) channel of each input of the parts, block after block
-    outputs: Tensor  # (out_channels,) place of each channel among the parts' outputs; the last place is zero
+    inputs: Tensor | None  # (inputs of the parts,) the channel each one reads; None: the first ones, in order
+    outputs: Tensor | None  # (out_channels,) place of each channel among the parts' outputs, past them: dormant;
+    # None: in order, dormant ones last
 
-    def __init__(self, conv: Convolution, parts: list[Convolution], inputs: Tensor, outputs: Tensor) -> None:
+    def __init__(
+        self, conv: Convolution, parts: list[Convolution], inputs: Tensor | None, outputs: Tensor | None
+    ) -> None:
         """Takes the settings, the bias and the dtype of `conv`, and the weights from the parts."""
         super().__init__()
         self.kind = type(conv).__name__
@@ -91,21 +96,57 @@ class BlockConv(nn.Module):
         expected = (conv.out_channels, conv.in_channels)
         if structure.shape != expected:
             raise InvalidMatrix(f"structure: expected shape {expected} (out, in channels), got {structure.shape}")
-        blocks = [block for block in structure.blocks if len(block[1])]  # what reads nothing emits its bias
-        blocks.sort(key=_shape, reverse=True)
+        blocks = _arranged([block for block in structure.blocks if len(block[1])])  # what reads nothing emits its bias
         parts = []
-        for (rows, cols), run in groupby(blocks, key=_shape):
+        for (height, width), run in groupby(blocks, key=_shape):
             kernels = [conv.weight.detach()[r][:, _columns_in_group(conv, r, c)] for r, c in run]
             count = len(kernels)
-            part = _like(conv, in_channels=cols * count, out_channels=rows * count, groups=count, bias=False)
+            part = _like(conv, in_channels=width * count, out_channels=height * count, groups=count, bias=False)
             part.weight = nn.Parameter(torch.cat(kernels))
             parts.append(part)
-        placed = _joined([rows for rows, _ in blocks])
-        outputs = torch.full((conv.out_channels,), len(placed))
-        outputs[placed] = torch.arange(len(placed))
-        inputs = _joined([cols for _, cols in blocks])
+        rows, cols = (_joined(blocks, side) for side in (0, 1))
+        outputs = np.full(conv.out_channels, len(rows))
+        outputs[rows] = np.arange(len(rows))
         device = conv.weight.device
-        return cls(conv, parts, inputs.to(device), outputs.to(device))
+        return cls(
+            conv,
+            parts,
+            None if _in_order(cols) else torch.from_numpy(cols).to(device),
+            None if _in_order(rows) else torch.from_numpy(outputs).to(device),
+        )
+
+    def describe(self) -> dict[str, Any]:
+        """Sizes and settings, without weights and tables."""
+        settings = {name: list(v) if isinstance(v, tuple) else v for name, v in _settings(self).items()}
+        return {
+            "kind": self.kind,
+            "settings": settings | {"bias": self.bias is not None},
+            "parts": [[part.in_channels, part.out_channels, part.groups] for part in self._convolutions],
+            "tables": [self.inputs is not None, self.outputs is not None],
+        }
+
+    @classmethod
+    def from_description(cls, description: dict[str, Any]) -> BlockConv:
+        """A convolution of these sizes, not filled."""
+        given = description["settings"].items()
+        settings: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in given}
+        conv = _KINDS[description["kind"]](**settings, device="meta")
+        parts = [
+            _like(conv, in_channels=inputs, out_channels=outputs, groups=groups, bias=False)
+            for inputs, outputs, groups in description["parts"]
+        ]
+        sizes = zip((sum(part.in_channels for part in parts), conv.out_channels), description["tables"], strict=True)
+        return cls(conv, parts, *(torch.empty(size, dtype=torch.int64) if held else None for size, held in sizes))
+
+    def index_limits(self) -> dict[str, int]:
+        """What the entries of each index table must stay below."""
+        limits = {"inputs": self.in_channels, "outputs": self._placed + (self._placed < self.out_channels)}
+        return {name: limit for name, limit in limits.items() if getattr(self, name) is not None}
+
+    @property
+    def _placed(self) -> int:
+        """Output channels that belong to a block."""
+        return sum(part.out_channels for part in self._convolutions)
 
     @property
     def _convolutions(self) -> list[Convolution]:
@@ -125,12 +166,16 @@ class BlockConv(nn.Module):
         """The original's weight, built when asked; gradients flow back to the blocks."""
         shape = (self.out_channels, self.in_channels // self.groups, *self.kernel_size)
         dense = self.empty.new_zeros(shape)
-        placed = torch.argsort(self.outputs)  # the channel of each output of the parts; dormant ones last
+        everything = torch.arange(max(self.in_channels, self.out_channels), device=self.empty.device)
+        placed = (
+            everything if self.outputs is None else torch.argsort(self.outputs)
+        )  # of the parts' outputs; dormant last
+        reads = everything if self.inputs is None else self.inputs
         row = column = 0
         for part in self._convolutions:
             for block in part.weight.chunk(part.groups):
                 rows = placed[row : row + block.shape[0]]
-                cols = self.inputs[column : column + block.shape[1]] % shape[1]  # a block lies in one group
+                cols = reads[column : column + block.shape[1]] % shape[1]  # a block lies in one group
                 dense[rows[:, None], cols[None, :]] = block
                 row, column = row + block.shape[0], column + block.shape[1]
         return dense
@@ -149,16 +194,31 @@ class BlockConv(nn.Module):
         channel = x.ndim - spatial - 1  # 0 without a batch
         if channel not in (0, 1) or x.shape[channel] != self.in_channels:
             raise InvalidMatrix(f"expected {self.in_channels} channels and {spatial} axes, got shape {tuple(x.shape)}")
-        made, start = [], 0
+        made, column, row = [], 0, 0
         for part in self._convolutions:  # each gathers its own channels: a slice of all would be copied again
-            made.append(part(x.index_select(channel, self.inputs[start : start + part.in_channels])))
-            start += part.in_channels
-        if sum(part.out_channels for part in self._convolutions) < self.out_channels:  # some channels are dormant
+            given = self._given(x, channel, column, part.in_channels)
+            made.append(part._conv_forward(given, part.weight, self._bias_in_order(row, part.out_channels)))
+            column, row = column + part.in_channels, row + part.out_channels
+        dormant = self.out_channels - row
+        if dormant:
             positions = made[0].shape[channel + 1 :] if made else self._positions(x.shape[channel + 1 :])
-            made.append(x.new_zeros(*x.shape[:channel], 1, *positions))
-        joined = made[0] if len(made) == 1 else torch.cat(made, channel)
-        y = joined.index_select(channel, self.outputs)
+            count = dormant if self.outputs is None else 1
+            silent, bias = x.new_zeros(*x.shape[:channel], count, *positions), self._bias_in_order(row, dormant)
+            made.append(silent if bias is None else silent + bias.view(-1, *[1] * spatial))
+        y = made[0] if len(made) == 1 else torch.cat(made, channel)
+        if self.outputs is None:
+            return y
+        y = y.index_select(channel, self.outputs)
         return y if self.bias is None else y + self.bias.view(-1, *[1] * spatial)
+
+    def _given(self, x: Tensor, channel: int, first: int, count: int) -> Tensor:
+        if self.inputs is None:
+            return x if count == self.in_channels else x.narrow(channel, first, count)
+        return x.index_select(channel, self.inputs[first : first + count])
+
+    def _bias_in_order(self, first: int, count: int) -> Tensor | None:
+        """The bias of some channels where they come in order; otherwise all of it is added at the end."""
+        return None if self.bias is None or self.outputs is not None else self.bias[first : first + count]
 
     def _positions(self, size: torch.Size) -> list[int]:
         """Output positions along each axis, for a convolution without a block to ask."""
@@ -206,9 +266,24 @@ def _columns_in_group(conv: Convolution, rows: np.ndarray, cols: np.ndarray) -> 
     return cols % width
 
 
-def _shape(block: tuple[np.ndarray, np.ndarray]) -> tuple[int, int]:
+def _shape(block: Block) -> tuple[int, int]:
     return len(block[0]), len(block[1])
 
 
-def _joined(indices: list[np.ndarray]) -> Tensor:
-    return torch.from_numpy(np.concatenate(indices) if indices else np.zeros(0, np.intp))
+def _arranged(blocks: list[Block]) -> list[Block]:
+    """Blocks in the order that leaves the least to move: by shape, unless by first channel a table is not needed."""
+
+    def moves(order: list[Block]) -> int:
+        return sum(not _in_order(_joined(order, side)) for side in (0, 1))
+
+    orders = [sorted(blocks, key=_shape, reverse=True), *(sorted(blocks, key=lambda b: b[s][0]) for s in (0, 1))]
+    return min(orders, key=moves)
+
+
+def _in_order(indices: np.ndarray) -> bool:
+    return bool((indices == np.arange(len(indices))).all())
+
+
+def _joined(blocks: list[Block], side: int) -> np.ndarray:
+    """Rows (side 0) or columns (1), block after block."""
+    return np.concatenate([block[side] for block in blocks]) if blocks else np.zeros(0, np.intp)

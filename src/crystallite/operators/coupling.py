@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import Any
 
 import numpy as np
 import torch
@@ -104,6 +105,20 @@ class CoupledLinear(_Coupled):
             raise InvalidMatrix(f"up, down and the blocks: expected one dtype, got {sorted(map(str, dtypes))}")
         return cls(blocks, up.detach().clone(), down.detach().clone())
 
+    def describe(self) -> dict[str, Any]:
+        """The blocks and the rank, without weights."""
+        return {"blocks": self.blocks, "rank": self.rank}
+
+    @classmethod
+    def from_description(cls, description: dict[str, Any]) -> CoupledLinear:
+        """A layer of these sizes, not filled."""
+        blocks, rank = description["blocks"], description["rank"]
+        return cls(blocks, torch.empty(blocks.out_features, rank), torch.empty(rank, blocks.in_features))
+
+    def index_limits(self) -> dict[str, int]:
+        """Nothing: the blocks have the only index tables, and know their limits."""
+        return {}
+
     @property
     def rank(self) -> int:
         return self.up.shape[1]
@@ -171,6 +186,26 @@ class BorderedLinear(_Coupled):
         columns = weight.detach()[torch.from_numpy(others)][:, hub_columns]
         outputs = torch.from_numpy(np.argsort(order, kind="stable"))
         return cls(blocks, rows, columns, hub_columns.to(weight.device), outputs.to(weight.device))
+
+    def describe(self) -> dict[str, Any]:
+        """The blocks and the number of hubs, without weights and tables."""
+        return {"blocks": self.blocks, "hub_rows": len(self.rows), "hub_columns": len(self.hubs)}
+
+    @classmethod
+    def from_description(cls, description: dict[str, Any]) -> BorderedLinear:
+        """A layer of these sizes, not filled."""
+        blocks, rows, columns = (description[name] for name in ("blocks", "hub_rows", "hub_columns"))
+        return cls(
+            blocks,
+            torch.empty(rows, blocks.in_features),
+            torch.empty(blocks.out_features - rows, columns),
+            torch.empty(columns, dtype=torch.int64),
+            torch.empty(blocks.out_features, dtype=torch.int64),
+        )
+
+    def index_limits(self) -> dict[str, int]:
+        """What the entries of each index table must stay below; the blocks know the limits of their own."""
+        return {"hubs": self.in_features, "outputs": self.out_features}
 
     @property
     def n_hubs(self) -> int:

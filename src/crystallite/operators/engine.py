@@ -16,10 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from crystallite.errors import InvalidMatrix
 from crystallite.operators import block_kernels as kernels
 from crystallite.parallel import over_tasks
 
 __all__ = [
+    "KERNEL_DTYPES",
     "Activation",
     "Block",
     "Plan",
@@ -27,6 +29,7 @@ __all__ = [
     "array",
     "can_run_compiled",
     "cut",
+    "empty_blocks",
     "in_order",
     "joined",
     "products",
@@ -37,6 +40,7 @@ Block = tuple[np.ndarray, np.ndarray]  # rows and columns
 Activation = Callable[[Tensor], Tensor]
 Piece = tuple[int, int, int, int, int]  # of a stage: stack, its rows from and to, its first column, its first row
 
+KERNEL_DTYPES = (torch.float32, torch.float64)
 _FEW = 3  # samples up to which a row at a time is faster than a panel that is mostly empty
 _ROW_RATE, _LINE_RATE = 6e9, 35e9  # multiply-adds per second of one core, one sample at a time and in panels
 _WORTH_A_THREAD = 250e-6  # seconds of work; handing some to another thread costs a third of that
@@ -48,6 +52,18 @@ def cut(weight: Tensor, blocks: Sequence[Block]) -> list[Tensor]:
     """The blocks of a matrix, consecutive ones of equal shape as one stack (blocks, rows, columns)."""
     runs = groupby(blocks, key=lambda b: (len(b[0]), len(b[1])))
     return [torch.stack([weight.detach()[rows][:, cols] for rows, cols in run]) for _, run in runs]
+
+
+def empty_blocks(shapes: Sequence[Sequence[int]], rows: int, columns: int | None) -> list[Tensor]:
+    """Stacks of these shapes, not filled, that fit into so many rows and columns; any columns if they are looked up.
+
+    Compiled code believes the sizes of blocks, so those that do not fit are refused.
+    """
+    stacks = [torch.empty(*map(int, shape)) for shape in shapes]
+    reads, writes = (sum(w.shape[0] * w.shape[side] for w in stacks) for side in (2, 1))
+    if writes > rows or (columns is not None and reads > columns):
+        raise InvalidMatrix(f"expected blocks of up to {rows} rows and {columns} columns, got {writes} and {reads}")
+    return stacks
 
 
 def in_order(indices: np.ndarray) -> bool:
@@ -86,12 +102,7 @@ def can_run_compiled(x: Tensor, module: nn.Module) -> bool:
 
     Gradients, tracing, compiling, vmap, autocast and dispatch modes (such as counters of operations) need PyTorch's.
     """
-    if (
-        torch.compiler.is_compiling()
-        or type(x) is not Tensor
-        or x.device.type != "cpu"
-        or x.dtype not in (torch.float32, torch.float64)
-    ):
+    if torch.compiler.is_compiling() or type(x) is not Tensor or x.device.type != "cpu" or x.dtype not in KERNEL_DTYPES:
         return False
     if torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in module.parameters())):
         return False
@@ -192,8 +203,9 @@ def joined(indices: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def run(plan: Plan, x: Tensor) -> Tensor:
-    """(samples, features) → (samples, outputs) through all stages."""
-    rows = x.detach().contiguous().numpy()
+    """(…, features) → (…, outputs) through all stages."""
+    flat = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    rows = flat.detach().contiguous().numpy()
     y = np.empty((len(rows), plan.outputs), rows.dtype)
     few = len(rows) <= _FEW
     threads = torch.get_num_threads()
@@ -210,7 +222,8 @@ def run(plan: Plan, x: Tensor) -> Tensor:
         over_tasks(threads, slices, lambda some: _run_panels(plan, rows[some], y[some], 1))
     else:
         _run_panels(plan, rows, y, inside)
-    return torch.from_numpy(y)
+    made = torch.from_numpy(y)
+    return made if x.dim() == 2 else made.view(*x.shape[:-1], plan.outputs)
 
 
 def _run_rows(plan: Plan, state: np.ndarray, y: np.ndarray, threads: int) -> None:

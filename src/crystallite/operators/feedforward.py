@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -89,6 +89,29 @@ class BlockFeedForward(nn.Module):
         bias = None if second.bias is None else second.bias.detach().clone()
         return cls(form, (first.in_features, len(hidden), second.out_features), cut, activation, bias)
 
+    def describe(self) -> dict[str, Any]:
+        """Sizes and the activation, without weights and tables."""
+        return {
+            "form": self.form,
+            "sizes": [self.in_features, self.hidden_features, self.out_features],
+            "channels": [channel.describe() for channel in self.channels],
+            "activation": self.activation,
+            "bias": self.bias is not None,
+        }
+
+    @classmethod
+    def from_description(cls, description: dict[str, Any]) -> BlockFeedForward:
+        """A pair of these sizes, not filled."""
+        _, _, outputs = sizes = description["sizes"]
+        channels = [_Channel.from_description(channel, outputs) for channel in description["channels"]]
+        bias = torch.empty(outputs) if description["bias"] else None
+        return cls(description["form"], sizes, channels, description["activation"], bias)
+
+    def index_limits(self) -> dict[str, int]:
+        """What the entries of each index table must stay below."""
+        limits = [channel.limits(self.in_features, self.hidden_features) for channel in self.channels]
+        return {f"channels.{i}.{name}": limit for i, each in enumerate(limits) for name, limit in each.items()}
+
     @property
     def macs(self) -> int:
         """Multiply-accumulates per input vector."""
@@ -162,6 +185,24 @@ class _Channel(nn.Module):
             {name: table.to(first.weight.device) for name, table in tables.items()},
         )
 
+    def describe(self) -> dict[str, Any]:
+        parts = {"first": self.first, "gate": self.gate, "second": self.second}
+        described = {name: None if part is None else part.describe() for name, part in parts.items()}
+        return described | {"shuffled": self.shuffle is not None}
+
+    @classmethod
+    def from_description(cls, description: dict[str, Any], outputs: int) -> _Channel:
+        first, second = (_Stacks.from_description(description[name]) for name in ("first", "second"))
+        gate = None if description["gate"] is None else _Stacks.from_description(description["gate"])
+        sizes = {"inputs": first.columns, "hidden": first.rows, "outputs": outputs}
+        sizes |= {"shuffle": second.columns} if description["shuffled"] else {}
+        tables = {name: torch.empty(size, dtype=torch.int64) for name, size in sizes.items()}
+        return cls(first, gate, second, tables)
+
+    def limits(self, in_features: int, hidden_features: int) -> dict[str, int]:
+        limits = {"inputs": in_features, "hidden": hidden_features, "outputs": self.second.rows}
+        return limits if self.shuffle is None else limits | {"shuffle": self.first.rows}
+
     @property
     def read(self) -> Tensor:
         """Hidden neuron of each column of the second layer's blocks."""
@@ -193,6 +234,25 @@ class _Stacks(nn.Module):
         weights = [torch.stack([weight.detach()[rows][:, cols] for rows, cols in run]) for run in runs]
         biases = [] if bias is None else [torch.stack([bias.detach()[rows][None] for rows, _ in run]) for run in runs]
         return cls(weights, biases)
+
+    def describe(self) -> dict[str, Any]:
+        return {"stacks": [list(stack.shape) for stack in self.weights], "bias": len(self.biases) > 0}
+
+    @classmethod
+    def from_description(cls, description: dict[str, Any]) -> _Stacks:
+        shapes = description["stacks"]
+        biases = [torch.empty(blocks, 1, rows) for blocks, rows, _ in shapes] if description["bias"] else []
+        return cls([torch.empty(*shape) for shape in shapes], biases)
+
+    @property
+    def rows(self) -> int:
+        """Rows of all blocks."""
+        return sum(len(stack) * stack.shape[1] for stack in self.weights)
+
+    @property
+    def columns(self) -> int:
+        """Columns of all blocks."""
+        return sum(len(stack) * stack.shape[2] for stack in self.weights)
 
     def split(self, x: Tensor) -> list[Tensor]:
         """(batch, columns of all blocks) → (blocks, batch, columns) for each run."""

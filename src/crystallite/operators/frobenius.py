@@ -7,13 +7,14 @@ from it is one matrix product over all time steps.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from crystallite.errors import InvalidOption
 from crystallite.structure.decompose import decompose
 
 __all__ = ["Block", "FrobeniusForm", "InputBlock", "Maps", "frobenius_form"]
@@ -62,6 +63,41 @@ class FrobeniusForm:
     hidden: int
     blocks: tuple[Block, ...]
     inputs: tuple[InputBlock, ...]
+
+    def describe(self) -> dict[str, Any]:
+        """The form as plain values."""
+        blocks, inputs = ([list(astuple(b)) for b in group] for group in (self.blocks, self.inputs))
+        return {"gates": self.gates, "hidden": self.hidden, "blocks": blocks, "inputs": inputs}
+
+    @classmethod
+    def from_description(cls, description: dict[str, Any]) -> FrobeniusForm:
+        """The form that was described, if its blocks lie side by side as those of a form do.
+
+        Compiled code believes these numbers, so others are refused.
+
+        >>> FrobeniusForm.from_description({"gates": 1, "hidden": 2, "blocks": [[0, 3, 0, False, 3, 0]], "inputs": []})
+        Traceback (most recent call last):
+        crystallite.errors.InvalidOption: form: expected blocks that fill 2 units, got one at 0 that ends at 3
+        """
+        hidden = description["hidden"]
+        blocks = tuple(Block(*values) for values in description["blocks"])
+        inputs = tuple(InputBlock(*values) for values in description["inputs"])
+        for group in (blocks, inputs):
+            stop = 0
+            for block in group:
+                if block.first != stop or block.size < 1 or stop + block.size > hidden:
+                    came = f"one at {block.first} that ends at {block.first + block.size}"
+                    raise InvalidOption(f"form: expected blocks that fill {hidden} units, got {came}")
+                stop += block.size
+            if group is blocks and stop != hidden:
+                raise InvalidOption(f"form: expected blocks that fill {hidden} units, got blocks that end at {stop}")
+        for b in blocks:
+            if b.feedback not in (0, 1, b.size) or min(b.depth, b.sources) < 0 or (b.continues and not b.first):
+                raise InvalidOption(f"form: expected a block with a possible depth, feedback and sources, got {b}")
+        starts = {b.first for b in blocks}
+        if any(i.first not in starts or i.columns < 1 for i in inputs):
+            raise InvalidOption("form: expected input blocks that begin where blocks do and read inputs")
+        return cls(description["gates"], hidden, blocks, inputs)
 
     @cached_property
     def stacks(self) -> tuple[tuple[int, ...], ...]:

@@ -12,12 +12,14 @@ from torch import Tensor, nn
 from crystallite.arrays import as_matrix
 from crystallite.errors import InvalidMatrix
 from crystallite.operators.engine import (
+    KERNEL_DTYPES,
     Block,
     Plan,
     Stage,
     array,
     can_run_compiled,
     cut,
+    empty_blocks,
     in_order,
     joined,
     products,
@@ -140,11 +142,11 @@ class BlockLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if x.shape[-1] != self.in_features:
             raise InvalidMatrix(f"expected {self.in_features} input features, got shape {tuple(x.shape)}")
-        flat = x.reshape(-1, self.in_features)
-        if flat.dtype == self.empty.dtype and can_run_compiled(flat, self):
+        if can_run_compiled(x, self):
             plan = self._plan if self._plan.valid() else self._planned()
-            if plan.suits(flat):
-                return run(plan, flat).view(*x.shape[:-1], self.out_features)
+            if plan.suits(x):
+                return run(plan, x)
+        flat = x.reshape(-1, self.in_features)
         read = flat.narrow(1, 0, self._reads) if self.columns is None else flat.index_select(1, self.columns)
         if self.outputs is None:  # the rows come in order, dormant ones last
             y = products(read.t(), self.weights, self.bias, self.out_features).t()
@@ -155,6 +157,8 @@ class BlockLinear(nn.Module):
         return y.reshape(*x.shape[:-1], self.out_features)
 
     def _planned(self) -> Plan:
+        if self.empty.dtype not in KERNEL_DTYPES:
+            return self._plan  # an empty one
         stage = Stage([array(w) for w in self.weights], array(None, self.empty), array(self.columns), relu=False)
         self._plan = Plan(self.modules(), [stage], array(self.outputs), array(self.bias, self.empty), self.out_features)
         return self._plan
@@ -185,11 +189,11 @@ class BlockLinear(nn.Module):
     @classmethod
     def from_description(cls, description: dict[str, Any]) -> BlockLinear:
         """A layer of that shape whose tensors are not filled."""
-        rows = int(description["out_features"])
-        stacks = [torch.empty(*map(int, shape)) for shape in description["stacks"]]
+        columns, rows = int(description["in_features"]), int(description["out_features"])
+        stacks = empty_blocks(description["stacks"], rows, None if description["columns"] else columns)
         reads = sum(w.shape[0] * w.shape[2] for w in stacks)
         return cls(
-            int(description["in_features"]),
+            columns,
             rows,
             stacks,
             torch.empty(reads, dtype=torch.long) if description["columns"] else None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,6 +12,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence
 
 from crystallite.errors import InvalidMatrix, InvalidOption
+from crystallite.operators.engine import can_run_compiled
 from crystallite.operators.frobenius import FrobeniusForm, Maps, frobenius_form
 from crystallite.operators.recurrent_layer import GATES, BlockRecurrentLayer, Steps
 
@@ -118,6 +120,21 @@ class BlockRecurrent(nn.Module):
         masked = [torch.where(kept[f"weight_{k}_l{suffix}"], w, 0) for k, w in zip(("ih", "hh"), weights, strict=True)]
         biases = [getattr(module, f"bias_{k}_l{suffix}") if module.bias else None for k in ("ih", "hh")]
         layer.load_dense(maps, *masked, *biases)
+
+    def describe(self) -> dict[str, Any]:
+        """Sizes, settings and forms, without weights and tables."""
+        names = ("mode", "input_size", "hidden_size", "num_layers", "bias", "batch_first", "dropout", "bidirectional")
+        return {name: getattr(self, name) for name in names} | {"forms": [f.form.describe() for f in self._layers()]}
+
+    @classmethod
+    def from_description(cls, description: dict[str, Any]) -> BlockRecurrent:
+        """A network of these sizes, not filled."""
+        forms = [FrobeniusForm.from_description(form) for form in description["forms"]]
+        return cls(**description | {"forms": forms})
+
+    def index_limits(self) -> dict[str, int]:
+        """Nothing: each layer has index tables of its own, and knows their limits."""
+        return {}
 
     def _layers(self) -> Iterator[BlockRecurrentLayer]:
         for layer in self.layers:
@@ -244,7 +261,8 @@ class BlockRecurrent(nn.Module):
 
     def _run(self, data: Tensor, steps: Steps, states: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
         """Output (rows, directions·hidden) of the last layer and the final states of all."""
-        compiled = self._can_run_compiled([data, *states])
+        kind = next(self.parameters()).dtype
+        compiled = all(state.dtype == kind and can_run_compiled(state, self) for state in (data, *states))
         directions, final, output = 1 + self.bidirectional, [], data
         for i, layer in enumerate(self._layers()):
             direction, mine = i % directions, tuple(state[i] for state in states)
@@ -259,16 +277,6 @@ class BlockRecurrent(nn.Module):
                 output = part if direction == 0 else torch.cat([output, part], 1)
                 final.append(last)
         return output, [torch.stack(kind) for kind in zip(*final, strict=True)]
-
-    def _can_run_compiled(self, given: list[Tensor]) -> bool:
-        weight = next(self.parameters())
-        return (
-            all(t.device.type == "cpu" and t.dtype == weight.dtype for t in [*given, weight])
-            and weight.dtype in (torch.float32, torch.float64)
-            and not (torch.is_grad_enabled() and any(t.requires_grad for t in [*given, *self.parameters()]))
-            and not (torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"))
-            and torch._C._get_tracing_state() is None
-        )
 
 
 def _suffixes(layers: int, bidirectional: bool) -> list[str]:

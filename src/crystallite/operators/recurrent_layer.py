@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -72,6 +72,8 @@ class BlockRecurrentLayer(nn.Module):
     bias_ih, bias_hh: (gates·hidden,) as the form's gate columns.
     """
 
+    permutations: ClassVar[tuple[str, ...]] = ("order",)  # tables in which every index must stand once
+
     order: Tensor
     component: Tensor
     rank: Tensor
@@ -117,6 +119,11 @@ class BlockRecurrentLayer(nn.Module):
 
     def _dtype_and_device(self) -> Tensor:
         return next(self.parameters())
+
+    def index_limits(self) -> dict[str, int]:
+        """What the entries of each index table must stay below."""
+        hidden = self.form.hidden
+        return {"order": hidden, "component": hidden, "rank": hidden, "sources": hidden, "columns": self.inputs}
 
     # from and to dense weights
 

@@ -22,6 +22,8 @@ class LayerChange:
     parameters_after: int
     kept_share: float = 1.0
     blocks: int = 1
+    kind: str = "Linear"  # the class of the layer
+    role: str = ""  # "first", "second" or "gate" of the feed-forward module that was replaced as a whole
 
 
 @dataclass(frozen=True)

@@ -1,196 +1,294 @@
-"""`reorganize`: a copy of a model in which annealed linear layers run as their blocks."""
+"""`reorganize`: a copy of a model in which annealed layers run as their blocks."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from fnmatch import fnmatch
+from collections.abc import Sequence
+from typing import Any
 
-import torch
 from torch import nn
+from torch.nn import functional as F
+from tqdm import tqdm
 
 from crystallite.annealing import nulls
-from crystallite.annealing.anneal import anneal
 from crystallite.errors import InvalidOption
-from crystallite.operators.chain import ELEMENTWISE, BlockChain
-from crystallite.operators.linear import BlockLinear
-from crystallite.reorganization.record import LayerChange, Reorganization
+from crystallite.operators.chain import BlockChain
+from crystallite.operators.feedforward import BlockFeedForward
+from crystallite.operators.recurrent import BlockRecurrent
+from crystallite.reorganization.feedforward import recognise_feed_forward
+from crystallite.reorganization.fold import fold_
+from crystallite.reorganization.graph import Untraceable, trace
+from crystallite.reorganization.huggingface import write_config
+from crystallite.reorganization.pays import Judge
+from crystallite.reorganization.record import Fold, LayerChange, Reorganization
+from crystallite.reorganization.runs import Run, chain, channel_pair, find_runs
+from crystallite.reorganization.units import (
+    Unit,
+    anneal_,
+    block_operator,
+    change,
+    find_units,
+    has_hooks,
+    structure_of,
+    would_pay,
+)
 from crystallite.structure.bipartite import BipartiteStructure
-from crystallite.structure.decompose import decompose
 
-__all__ = ["reorganize"]
+__all__ = ["reorganize", "replace_"]
 
-_WORTH = 0.75  # blocks must save a quarter of the multiply-adds, or moving their inputs and outputs eats the gain
+_FEED_FORWARD = {
+    "pair": "feed-forward pair, {blocks}",
+    "layers": "feed-forward layers, {blocks}",
+    "channels": "feed-forward channel by channel, {blocks}",
+}
 
 
 def reorganize(
     model: nn.Module,
     *,
     level: float | str | None = 0.01,
-    null: str = "auto",
+    null: nulls.Null | str = "auto",
     correction: str | None = None,
     random_walk: str | None = "calibrated",
     rule: str = "both",
     targets: str | Sequence[str] = ("*",),
     ignore: str | Sequence[str] = (),
+    example: Any = None,
+    fold: bool = True,
+    only_if_faster: bool = True,
+    progress: bool = False,
 ) -> nn.Module:
-    """A copy of the model whose linear layers are annealed, decomposed and rebuilt from their blocks.
+    """A copy of the model whose layers are annealed, decomposed and rebuilt from their blocks.
 
     The result has the interface of the model and computes exactly what the model computes with the annealed weights;
-    `cx.summary` says what each layer became. Consecutive layers of an `nn.Sequential` with only elementwise functions
-    between them become one `BlockChain` where they separate end to end: no permutation is left between them.
+    `cx.summary` says what each layer became, `cx.restore` undoes it. Linear layers, convolutions and recurrent networks
+    become blocks; feed-forward pairs and consecutive layers of an `nn.Sequential` become one operator where that saves
+    more. A layer that stays one block, or whose blocks would not pay, keeps its place with its annealed weight. Tied
+    weights and other kinds of modules are left alone.
 
-    - `level`, `null`, `correction`, `random_walk`, `rule`: as for `anneal`. level=None anneals nothing and takes the
-      nonzeros of the weights as they are.
-    - `targets`, `ignore`: a pattern of module names, or several (`encoder.*.dense`). Layers not chosen are left alone,
-      and so are tied weights and modules of other kinds.
+    - `level`, `correction`, `random_walk`, `rule`: as for `anneal`. level=None anneals nothing and takes the nonzeros
+      of the weights as they are.
+    - `null`: "auto" believes the initialisation of a layer only if it explains the bulk of its weights, else it
+      measures the bulk; "init" always believes it; "empirical" always measures; or one null for all.
+    - `targets`, `ignore`: a pattern of layer names, or several (`encoder.*.dense`).
+    - `example`: inputs (a tensor, a tuple or a dict) to follow the neurons through a model that cannot be traced
+      without.
+    - `fold`: put the order of hidden neurons into the stored weights where the model allows it, those of layers left
+      alone included, so that less is moved at run time. Inside, hidden neurons then have other numbers.
+    - `only_if_faster`: replace a layer only where its blocks are expected to run faster on a CPU, small batches
+      included; False: wherever they need fewer multiply-adds.
+    - `progress`: a bar on standard error.
 
-    A layer that stays one block, or whose blocks would not pay, stays an `nn.Linear` with its annealed weight.
-
+    >>> import torch
     >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
     >>> with torch.no_grad():
     ...     model[0].weight[:2, 2:] = model[0].weight[2:, :2] = 0
     ...     model[2].weight[0, 2:] = model[2].weight[1, :2] = 0
-    >>> reorganize(model, level=None)
+    >>> reorganize(model, level=None, only_if_faster=False)
     Sequential(
-      (0): BlockChain(4 → 4 → 2, subnetworks=2, 12 of 24 multiply-adds)
+      (0): BlockChain(4 → 4 → 2, blocks=2 → 2, shuffles=0, subnetworks=2, 12 of 24 multiply-adds)
       (1): Identity()
       (2): Identity()
     )
     """
     if not isinstance(model, nn.Module):
         raise InvalidOption(f"expected an nn.Module, got {type(model).__name__}")
+    if hasattr(model, "reorganization"):
+        raise InvalidOption("this model is reorganized already; pass the original, or cx.restore(model)")
     targets, ignore = ([p] if isinstance(p, str) else list(p) for p in (targets, ignore))
     result = copy.deepcopy(model)
-    layers = dict(_chosen(result, targets, ignore))
-    if not layers:
-        raise InvalidOption(f"no linear layer matches targets {targets} and ignore {ignore}")
-    changes: dict[str, LayerChange] = {}
-    structures: dict[str, BipartiteStructure] = {}
-    for name, layer in layers.items():
-        reason = _left_alone(result, layer)
-        before = layer.weight.numel()
-        if reason:
-            changes[name] = LayerChange(name, reason, before, before, _size(layer), _size(layer))
-            continue
+    units = {unit.name: unit for unit in find_units(result, targets, ignore)}
+    if not units:
+        raise InvalidOption(f"no layer with weights matches targets {targets} and ignore {ignore}")
+    usable = {name: unit for name, unit in units.items() if not unit.reason}
+    initial = nulls.for_module(result) if usable else {}
+    structures = {}
+    for name, unit in tqdm(usable.items(), unit="layer", disable=not progress):
         if level is not None:
-            initial = nulls.choose(layer.weight, [nulls.for_module(layer)], name).null if null == "auto" else null
-            mask = anneal(layer.weight, initial, level, correction, random_walk, rule, name).mask
-            with torch.no_grad():
-                layer.weight *= mask
-        structures[name] = decompose(layer.weight, name=name)
-    for run in _runs(result):
-        if len(run.layers) > 1 and all(name in structures for name in run.layers):
-            _swap_chain(result, run, layers, changes)
-    for name, structure in structures.items():
-        if name not in changes:
-            changes[name] = _swap_layer(result, name, layers[name], structure)
+            known = initial if isinstance(initial, dict) else {}
+            anneal_(unit, known, null, level, correction, random_walk, rule)
+        structure = structure_of(unit)
+        if structure is not None:
+            structures[name] = structure
+    judge = Judge(only_if_faster)
+    folds, reason = _fold_(result, usable, structures, example, judge) if fold else ([], "")
+    rewrite = _Rewrite(result, usable, structures, judge)
+    rewrite.run()
+    rewrite.changes |= {name: _left_alone(unit) for name, unit in units.items() if unit.reason}
     options = {"level": level, "null": str(null), "correction": correction, "random_walk": random_walk, "rule": rule}
-    result.reorganization = Reorganization([changes[n] for n in layers], [], options)  # type: ignore[assignment]
-    return result
+    if reason:
+        options["not_folded"] = reason
+    record = Reorganization([rewrite.changes[name] for name in units], folds, options)
+    rewrite.model.reorganization = record  # type: ignore[assignment]
+    write_config(rewrite.model)
+    return rewrite.model
 
 
-def _chosen(model: nn.Module, targets: Sequence[str], ignore: Sequence[str]) -> Iterator[tuple[str, nn.Linear]]:
-    for name, module in model.named_modules():
-        wanted = any(fnmatch(name, p) for p in targets) and not any(fnmatch(name, p) for p in ignore)
-        if isinstance(module, nn.Linear) and wanted:
-            yield name, module
+def _fold_(
+    model: nn.Module, units: dict[str, Unit], structures: dict[str, BipartiteStructure], example: Any, judge: Judge
+) -> tuple[list[Fold], str]:
+    """Fold the orders of layers that will be blocks into the weights, re-express their structures; or say why not."""
+    paying = {name: s for name, s in structures.items() if would_pay(units[name], s, judge)}
+    if not paying:
+        return [], ""
+    try:
+        spaces = trace(model, example)
+    except Untraceable as error:
+        return [], str(error)
+    folds, folded = fold_(model, paying, spaces)
+    structures |= folded
+    return folds, ""
 
 
-def _left_alone(model: nn.Module, layer: nn.Linear) -> str:
-    """Why a layer must not be changed, or an empty string."""
-    if type(layer) is not nn.Linear:
-        return f"left alone: {type(layer).__name__} is used by its parent in its own way"
-    owners = sum(
-        parameter is layer.weight
-        for module in model.modules()
-        for parameter in module._parameters.values()
-        if parameter is not None
-    )
-    return "left alone: its weight is tied to another module's" if owners > 1 else ""
+class _Rewrite:
+    """The model while its units are replaced, those that go together before those that go alone."""
+
+    def __init__(
+        self, model: nn.Module, units: dict[str, Unit], structures: dict[str, BipartiteStructure], judge: Judge
+    ) -> None:
+        self.model, self.units, self.structures, self.judge = model, units, structures, judge
+        self.shares = {name: unit.kept_share for name, unit in units.items()}
+        self.paying = {name for name, s in structures.items() if would_pay(units[name], s, judge)}
+        linear = {name: s for name, s in structures.items() if units[name].kind == "linear"}
+        self.links = {name for name, s in linear.items() if would_pay(units[name], s, judge, "link")}
+        self.changes: dict[str, LayerChange] = {}
+
+    def run(self) -> None:
+        for name, module in list(self.model.named_modules()):
+            self._feed_forward(name, module)
+        for run in list(find_runs(self.model, self._left())):
+            pair = channel_pair(run, self._alone(run.names), self.judge)
+            if pair is not None:
+                self._record_pair(run.names, pair, {})
+                self._replace_run(run, pair)
+        for run in list(find_runs(self.model, self._left() & self.links)):
+            found = chain(run, self.judge)
+            if found is not None:
+                self._record_chain(run.names, found)
+                self._replace_run(run, found)
+        for name in self._left():
+            self._single(self.units[name])
+
+    def _left(self) -> set[str]:
+        return self.units.keys() - self.changes.keys()
+
+    def _alone(self, names: Sequence[str]) -> int:
+        """Multiply-adds of some linear layers if each is replaced alone, or not at all."""
+        return sum(self.structures[n].macs if n in self.paying else self.units[n].macs for n in names)
+
+    def _kept(self, name: str) -> int:
+        """Weights that are not zero: no way to cut the layer into blocks needs fewer multiply-adds."""
+        return round(self.shares[name] * self.units[name].macs)
+
+    def _feed_forward(self, name: str, module: nn.Module) -> None:
+        """Replace a module that computes a feed-forward pair by one operator if that saves more than its layers do."""
+        prefix = f"{name}." if name else ""
+        names = [prefix + child for child, layer in module.named_children() if type(layer) is nn.Linear]
+        if type(module) is nn.Sequential or has_hooks(module) or not all(member in self.units for member in names):
+            return
+        kept, whole = (sum(f(n) for n in names) for f in (self._kept, lambda n: self.units[n].macs))
+        found = recognise_feed_forward(module) if self.judge.pays("feed-forward", whole, kept, 0, 0, 0) else None
+        if found is None:
+            return
+        first, second = module.get_submodule(found.first), module.get_submodule(found.second)
+        gate = module.get_submodule(found.gate) if found.gate else None
+        operator = BlockFeedForward.from_dense(first, found.activation, second, gate)  # type: ignore[arg-type]
+        limit = self._alone(names) - (operator.form != "pair")  # a pair moves less than its layers alone, others do not
+        ends = operator.in_features, operator.out_features
+        blocks = operator.n_blocks
+        if operator.macs > limit or not self.judge.pays(
+            "feed-forward", operator.dense_macs, operator.macs, *ends, blocks
+        ):
+            return
+        self._record_pair(names, operator, {prefix + child: role for child, role in found.roles.items()})
+        self.model = replace_(self.model, name, operator)
+
+    def _replace_run(self, run: Run, operator: BlockChain | BlockFeedForward) -> None:
+        prefix = f"{run.parent}." if run.parent else ""
+        self.model = replace_(self.model, prefix + run.places[0], operator)
+        for place in run.places[1:]:
+            self.model = replace_(self.model, prefix + place, nn.Identity())
+
+    def _record_pair(self, names: Sequence[str], pair: BlockFeedForward, roles: dict[str, str]) -> None:
+        """A row for each layer; what the pair needs is shared out by what the layers had."""
+        units = [self.units[name] for name in names]
+        macs = _shared(pair.macs, [unit.macs for unit in units])
+        parameters = _shared(_size(pair), [_size(unit.module) for unit in units])
+        became = _FEED_FORWARD[pair.form].format(blocks=_blocks(pair.n_blocks))
+        for unit, own_macs, own_parameters in zip(units, macs, parameters, strict=True):
+            role, share = roles.get(unit.name, ""), self.shares[unit.name]
+            self.changes[unit.name] = change(unit, became, own_macs, own_parameters, share, pair.n_blocks, role)
+
+    def _record_chain(self, names: Sequence[str], found: BlockChain) -> None:
+        apart = f"chain of {found.n_subnetworks} subnetworks" if found.n_subnetworks > 1 else "chain"
+        layers: Any = found.layers
+        for name, layer in zip(names, layers, strict=True):
+            became = f"{_blocks(layer.n_blocks)} in a {apart}"
+            share = self.shares[name]
+            self.changes[name] = change(self.units[name], became, layer.macs, _size(layer), share, layer.n_blocks)
+
+    def _single(self, unit: Unit) -> None:
+        structure, share = self.structures.get(unit.name), self.shares[unit.name]
+        operator: Any = block_operator(unit, structure, self.judge)
+        if operator is None:
+            blocks = 1 if structure is None else structure.n_blocks
+            why = "one block" if blocks == 1 and structure is not None else "blocks would not pay"
+            self.changes[unit.name] = change(
+                unit, f"dense, annealed: {why}", unit.macs, _size(unit.module), share, blocks
+            )
+            return
+        self.model = replace_(self.model, unit.name, operator)
+        became = _blocks(operator.n_blocks)
+        if isinstance(operator, BlockRecurrent):
+            became = f"{operator.n_sccs} SCCs in {became}"
+        self.changes[unit.name] = change(unit, became, operator.macs, _size(operator), share, operator.n_blocks)
+
+
+def replace_(model: nn.Module, name: str, module: nn.Module) -> nn.Module:
+    """The model with another module at a place; that is the module itself if the place is the whole model."""
+    old = model.get_submodule(name)
+    module.training = old.training  # only its own: activations inside it keep theirs
+    if not any(p.requires_grad for p in old.parameters()):
+        module.requires_grad_(False)
+    if not name:
+        return module
+    parent_name, _, place = name.rpartition(".")
+    parent = model.get_submodule(parent_name)
+    setattr(parent, place, module)
+    if isinstance(parent, nn.TransformerEncoderLayer):
+        _choose_kernel_(parent)
+    return model
+
+
+def _choose_kernel_(layer: nn.TransformerEncoderLayer) -> None:
+    """PyTorch's fused kernel takes dense weights: it would have blocks filled up for every call, so it is left out."""
+    dense = all(type(child) is nn.Linear for child in (layer.linear1, layer.linear2))
+    activation: Any = layer.activation
+    is_relu = activation is F.relu or isinstance(activation, nn.ReLU)
+    is_gelu = activation is F.gelu or isinstance(activation, nn.GELU)
+    layer.activation_relu_or_gelu = (1 * is_relu or 2 * is_gelu) if dense else 0
+
+
+def _left_alone(unit: Unit) -> LayerChange:
+    return change(unit, unit.reason, unit.macs, _size(unit.module), unit.kept_share, 1)
+
+
+def _blocks(count: int) -> str:
+    return f"{count} block{'s' * (count != 1)}" if count else "dormant: only the bias is left"
 
 
 def _size(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
-@dataclass(frozen=True)
-class _Run:
-    """Consecutive places of an nn.Sequential: linear layers with elementwise functions between them."""
+def _shared(total: int, weights: Sequence[int]) -> list[int]:
+    """A whole number shared out in proportion, nothing lost.
 
-    parent: str
-    places: tuple[str, ...]  # all of them
-    layers: tuple[str, ...]  # full names of the linear ones
-
-
-def _runs(model: nn.Module) -> Iterator[_Run]:
-    for parent, module in model.named_modules():
-        if type(module) is not nn.Sequential:
-            continue
-        places: list[str] = []
-        layers: list[str] = []
-        for place, child in [*module.named_children(), ("", nn.Module())]:
-            if type(child) is nn.Linear:
-                places.append(place)
-                layers.append(f"{parent}.{place}" if parent else place)
-            elif layers and isinstance(child, ELEMENTWISE):
-                places.append(place)
-            else:
-                while places and not isinstance(module.get_submodule(places[-1]), nn.Linear):
-                    places.pop()  # what follows the last layer stays where it is
-                if layers:
-                    yield _Run(parent, tuple(places), tuple(layers))
-                places, layers = [], []
-
-
-def _swap_chain(model: nn.Module, run: _Run, layers: dict[str, nn.Linear], changes: dict[str, LayerChange]) -> None:
-    """Replace a run by one chain of subnetworks if it separates and that pays."""
-    parent = model.get_submodule(run.parent)
-    between: list[list[nn.Module]] = []
-    for place in run.places:
-        child = parent.get_submodule(place)
-        if isinstance(child, nn.Linear):
-            between.append([])
-        else:
-            between[-1].append(child)
-    activations = [m[0] if len(m) == 1 else nn.Sequential(*m) for m in between[:-1]]
-    chosen = [layers[name] for name in run.layers]
-    chain = BlockChain.from_dense(chosen, activations)
-    if chain.n_blocks < 2 or chain.macs > _WORTH * chain.dense_macs:
-        return
-    for name, layer in zip(run.layers, chosen, strict=True):
-        share = float((layer.weight != 0).double().mean())
-        after = layer.weight.numel() * chain.macs // chain.dense_macs
-        became = f"part of a chain of {chain.n_blocks} subnetworks"
-        saved = layer.weight.numel() - after
-        changes[name] = LayerChange(
-            name, became, layer.weight.numel(), after, _size(layer), _size(layer) - saved, share, chain.n_blocks
-        )
-    setattr(parent, run.places[0], chain)
-    for place in run.places[1:]:
-        setattr(parent, place, nn.Identity())
-
-
-def _swap_layer(model: nn.Module, name: str, layer: nn.Linear, structure: BipartiteStructure) -> LayerChange:
-    before, share = layer.weight.numel(), float((layer.weight != 0).double().mean())
-    if structure.macs > _WORTH * before:
-        why = "one block" if structure.n_blocks == 1 else f"{structure.n_blocks} blocks that would not pay"
-        return LayerChange(
-            name, f"dense, annealed: {why}", before, before, _size(layer), _size(layer), share, structure.n_blocks
-        )
-    blocks = BlockLinear.from_dense(layer.weight, layer.bias, structure)
-    parent, _, place = name.rpartition(".")
-    if not name:
-        raise InvalidOption("the model itself is the only linear layer; wrap it in nn.Sequential to have it replaced")
-    setattr(model.get_submodule(parent), place, blocks)
-    return LayerChange(
-        name,
-        f"{structure.n_blocks} blocks",
-        before,
-        blocks.macs,
-        _size(layer),
-        _size(blocks),
-        share,
-        structure.n_blocks,
-    )
+    >>> _shared(10, [1, 1, 1])
+    [3, 3, 4]
+    """
+    whole, so_far, shares = max(sum(weights), 1), 0, []
+    for weight in weights:
+        shares.append(total * (so_far + weight) // whole - total * so_far // whole)
+        so_far += weight
+    return shares

@@ -8,20 +8,27 @@ from typing import Any
 from torch import nn
 
 from crystallite.errors import InvalidOption
+from crystallite.operators.chain import BlockChain
+from crystallite.operators.conv import BlockConv
+from crystallite.operators.feedforward import BlockFeedForward
+from crystallite.operators.linear import BlockLinear
 from crystallite.reorganization.record import LayerChange, Reorganization
 
 __all__ = ["Summary", "summary"]
 
+_MOVING = ("columns", "inputs", "outputs", "shuffle")  # index tables that are applied at run time
+
 
 @dataclass(frozen=True)
 class Summary:
-    """One row per layer that was considered, and the totals."""
+    """One row per layer that was considered, the totals, and how neurons find their places."""
 
     changes: list[LayerChange]
+    order: str = ""  # of hidden neurons: how much of it lies in the weights, how much is moved at run time
 
     @property
     def macs(self) -> tuple[int, int]:
-        """Multiply-accumulates of these layers per input vector, before and after."""
+        """Multiply-accumulates of these layers per input vector, output position or time step, before and after."""
         return sum(c.macs_before for c in self.changes), sum(c.macs_after for c in self.changes)
 
     @property
@@ -33,15 +40,33 @@ class Summary:
 
         return pandas.DataFrame([vars(c) for c in self.changes])
 
-    def __repr__(self) -> str:
-        cells = [["layer", "kept", "multiply-adds", "became"]]
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "layers": [vars(c) for c in self.changes],
+            "macs": list(self.macs),
+            "parameters": list(self.parameters),
+            "order": self.order,
+        }
+
+    def table(self, width: int = 100) -> str:
+        """The rows as text, no line longer than `width`; names and reasons give way."""
+        rows = [["layer", "kept", "multiply-adds", "became"]]
         for c in self.changes:
-            cells.append([c.name, f"{c.kept_share:.1%}", f"{c.macs_before:,} → {c.macs_after:,}", c.became])
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        lines = [f"{a:<{widths[0]}}  {b:>{widths[1]}}  {c:>{widths[2]}}  {d}".rstrip() for a, b, c, d in cells]
+            macs = f"{c.macs_before:,} → {c.macs_after:,}" if c.macs_after != c.macs_before else f"{c.macs_before:,}"
+            rows.append([c.name or "(model)", f"{c.kept_share:.1%}", macs, c.became])
+        names, kept, cost, reasons = (max(map(len, column)) for column in zip(*rows, strict=True))
+        room = max(width - kept - cost - 6, 24)  # for the name and what it became
+        names = min(names, max(room - reasons, room // 2))
+        return "\n".join(
+            f"{_end(a, names):<{names}}  {b:>{kept}}  {c:>{cost}}  {_start(d, room - names)}".rstrip()
+            for a, b, c, d in rows
+        )
+
+    def __repr__(self) -> str:
         (m0, m1), (p0, p1) = self.macs, self.parameters
         total = f"multiply-adds {m0:,} → {m1:,} ({m1 / max(m0, 1):.0%}), parameters {p0:,} → {p1:,}"
-        return "\n".join([*lines, "", total])
+        return "\n".join([self.table(), "", total, *([self.order] if self.order else [])])
 
 
 def summary(model: nn.Module) -> Summary:
@@ -54,4 +79,22 @@ def summary(model: nn.Module) -> Summary:
     record = getattr(model, "reorganization", None)
     if not isinstance(record, Reorganization):
         raise InvalidOption("this model was not made by reorganize; pass its result")
-    return Summary(record.changes)
+    return Summary(record.changes, _order(model, record))
+
+
+def _order(model: nn.Module, record: Reorganization) -> str:
+    operators = [m for m in model.modules() if isinstance(m, (BlockLinear, BlockConv, BlockChain, BlockFeedForward))]
+    if not operators:
+        return ""
+    moved = sum(name.rpartition(".")[2] in _MOVING for module in operators for name, _ in module.named_buffers())
+    text = f"orders of neurons: {len(record.folds)} folded into the weights, {moved} moved at run time"
+    reason = record.options.get("not_folded")
+    return f"{text} (not folded: {reason})" if reason else text
+
+
+def _end(text: str, width: int) -> str:
+    return text if len(text) <= width else "…" + text[1 - width :]
+
+
+def _start(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: width - 1] + "…"

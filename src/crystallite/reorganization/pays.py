@@ -1,0 +1,49 @@
+"""Whether blocks are worth their overhead: the one place that decides, by what benchmarks/operators.py measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+__all__ = ["Judge"]
+
+
+class _Cost(NamedTuple):
+    """What blocks cost beside their products."""
+
+    worth: float  # the share of the dense multiply-adds that those of the blocks may be at most
+    per_call: int  # what a call takes longer than that of the dense layer, in multiply-adds of one sample
+    per_block: int  # the same for each block
+
+
+_COSTS = {
+    "linear": _Cost(0.75, 80_000, 100),
+    "link": _Cost(0.75, 0, 100),  # a layer of a chain, which is called as a whole
+    "chain": _Cost(0.75, 40_000, 100),
+    "feed-forward": _Cost(0.75, 400_000, 1_000),
+    "convolution": _Cost(0.75, 20_000, 0),
+}
+
+
+@dataclass(frozen=True)
+class Judge:
+    """Says whether blocks replace a layer: where they are expected to run faster, or wherever they need less."""
+
+    only_if_faster: bool = True
+
+    def pays(self, kind: str, dense_macs: int, block_macs: int, inputs: int, outputs: int, blocks: int) -> bool:
+        """Whether the blocks of a layer should replace it.
+
+        >>> Judge().pays("linear", 1024 * 1024, 4 * 256 * 256, 1024, 1024, 4)
+        True
+        >>> [Judge(faster).pays("linear", 64 * 64, 4 * 16 * 16, 64, 64, 4) for faster in (True, False)]
+        [False, True]
+        """
+        if not self.only_if_faster:
+            return block_macs < dense_macs
+        cost = _COSTS[kind]
+        if kind == "convolution" and blocks:  # grouped convolutions of few channels are slow
+            channels = max(1.0, min(inputs, outputs) / blocks)
+            block_macs = round(block_macs * (1 + 10 / channels + 100 / channels**2))
+        overhead = cost.per_call + cost.per_block * blocks
+        return block_macs <= cost.worth * dense_macs and block_macs + overhead <= dense_macs

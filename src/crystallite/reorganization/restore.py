@@ -1,0 +1,122 @@
+"""`restore`: the dense model that a reorganized one was made from, with its annealed weights."""
+
+from __future__ import annotations
+
+import copy
+import sys
+
+from torch import Tensor, nn
+
+from crystallite.errors import InvalidOption
+from crystallite.operators.chain import BlockChain
+from crystallite.operators.conv import BlockConv
+from crystallite.operators.feedforward import BlockFeedForward
+from crystallite.operators.linear import BlockLinear
+from crystallite.operators.recurrent import BlockRecurrent
+from crystallite.reorganization.fold import unfold_
+from crystallite.reorganization.huggingface import write_config
+from crystallite.reorganization.record import Reorganization
+from crystallite.reorganization.rewrite import replace_
+from crystallite.reorganization.runs import stages
+
+__all__ = ["DenseFeedForward", "restore"]
+
+
+class DenseFeedForward(nn.Module):
+    """y = second(activation(first(x))), or second(activation(gate(x)) · first(x)), under the names its layers had.
+
+    Stands where a module of the same function was reorganized as a whole.
+    """
+
+    def __init__(self, layers: dict[str, nn.Linear], roles: dict[str, str], activation: nn.Module) -> None:
+        """roles: name → "first", "second" or "gate"."""
+        super().__init__()
+        for name in roles:  # in the order of the original
+            self.add_module(name, layers[roles[name]])
+        self._activation = activation.forward  # no child: whoever looks for modules finds those of the original
+        self._names = {role: name for name, role in roles.items()}
+
+    def forward(self, x: Tensor) -> Tensor:
+        layers = {role: self.get_submodule(name) for role, name in self._names.items()}
+        hidden = layers["first"](x)
+        if "gate" in layers:
+            return layers["second"](self._activation(layers["gate"](x)) * hidden)
+        return layers["second"](self._activation(hidden))
+
+
+def restore(model: nn.Module) -> nn.Module:
+    """A copy of a reorganized model with every block operator replaced by the dense layers it stands for.
+
+    Weights are those of the original after annealing, bit for bit, in their places and under their names. A module
+    that was replaced as a whole (a feed-forward pair) comes back as a `DenseFeedForward` of the same layers.
+
+    >>> from crystallite import reorganize
+    >>> import torch
+    >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    >>> with torch.no_grad():
+    ...     model[0].weight[:2, 2:] = model[0].weight[2:, :2] = 0
+    ...     model[2].weight[0, 2:] = model[2].weight[1, :2] = 0
+    >>> again = restore(reorganize(model, level=None))
+    >>> all(torch.equal(again.state_dict()[name], value) for name, value in model.state_dict().items())
+    True
+    """
+    record = getattr(model, "reorganization", None)
+    if not isinstance(record, Reorganization):
+        raise InvalidOption("this model was not made by reorganize; pass its result")
+    result = copy.deepcopy(model)
+    del result.reorganization
+    operators = [
+        (name, module)
+        for name, module in result.named_modules()
+        if isinstance(module, (BlockLinear, BlockConv, BlockRecurrent, BlockChain, BlockFeedForward))
+    ]
+    kinds = {change.name: change.kind for change in record.changes}
+    done: list[str] = []
+    for name, operator in operators:
+        if any(not outer or name.startswith(f"{outer}.") for outer in done):
+            continue  # a part of an operator that is dense now
+        done.append(name)
+        prefix = f"{name}." if name else ""
+        roles = {c.name.removeprefix(prefix): c.role for c in record.changes if c.role and c.name.startswith(prefix)}
+        if isinstance(operator, BlockFeedForward) and roles:
+            result = replace_(result, name, _feed_forward(operator, roles))
+        elif isinstance(operator, (BlockChain, BlockFeedForward)):
+            _put_back_(result, name, operator)
+        else:
+            dense = operator.to_dense()
+            if isinstance(dense, nn.Linear) and kinds.get(name) == "Conv1D":
+                result = replace_(result, name, _conv1d(dense))
+            else:
+                result = replace_(result, name, dense)
+    unfold_(result, record.folds)
+    write_config(result)
+    return result
+
+
+def _feed_forward(operator: BlockFeedForward, roles: dict[str, str]) -> DenseFeedForward:
+    pair = operator.to_dense()
+    layers = {"first": pair.first, "second": pair.second} | ({} if pair.gate is None else {"gate": pair.gate})
+    return DenseFeedForward(layers, roles, pair.activation)
+
+
+def _put_back_(model: nn.Module, name: str, operator: BlockChain | BlockFeedForward) -> None:
+    """The layers of a run at the places it took, in an nn.Sequential that has kept them."""
+    parent, _, place = name.rpartition(".")
+    places = list(model.get_submodule(parent)._modules)
+    first = places.index(place)
+    for later, module in zip(places[first:], stages(operator), strict=False):
+        frozen = not any(p.requires_grad for p in operator.parameters())
+        setattr(model.get_submodule(parent), later, module.requires_grad_(not frozen))
+        if isinstance(module, nn.Linear):
+            module.training = operator.training
+
+
+def _conv1d(dense: nn.Linear) -> nn.Module:
+    """GPT-2's linear layer, whose weight is stored (in, out)."""
+    library = sys.modules.get("transformers.pytorch_utils")  # a model that holds such layers has imported it
+    if library is None:
+        raise InvalidOption("this model had layers of transformers' Conv1D: import transformers to restore it")
+    layer: nn.Module = library.Conv1D(dense.out_features, dense.in_features)
+    layer.weight = nn.Parameter(dense.weight.detach().T.contiguous())
+    layer.bias = dense.bias
+    return layer

@@ -1,0 +1,48 @@
+"""What is said about a reorganized model."""
+
+import pytest
+import torch
+from torch import nn
+
+import crystallite as cx
+from tests.reorganization.models import block_linear
+
+
+@pytest.fixture
+def small():
+    torch.manual_seed(0)
+    model = nn.Sequential()
+    model.add_module("a_name_that_is_long_enough_to_leave_no_room_for_anything_else", block_linear(48, 48, 4, 1))
+    model.add_module("norm", nn.LayerNorm(48))
+    model.add_module("head", nn.Linear(48, 5))
+    model.add_module("other", nn.utils.parametrizations.weight_norm(nn.Linear(5, 5)))
+    return cx.reorganize(model, level=None, only_if_faster=False)
+
+
+def test_totals(small):
+    found = cx.summary(small)
+    assert found.macs == (48 * 48 + 48 * 5 + 25, 48 * 12 + 48 * 5 + 25)
+    before, after = found.parameters
+    assert before - after == 48 * 36
+    assert [c.kind for c in found.changes] == ["Linear", "Linear", "ParametrizedLinear"]
+    assert [c.blocks for c in found.changes] == [4, 1, 1]
+
+
+def test_table(small):
+    text = repr(cx.summary(small))
+    assert max(map(len, text.splitlines())) <= 100
+    assert "2,304 → 576" in text
+    assert "4 blocks" in text
+    assert "dense, annealed: one block" in text
+    assert "left alone: ParametrizedLinear" in text
+    assert "multiply-adds 2,569 → 841 (33%)" in text
+    narrow = cx.summary(small).table(70)
+    assert max(map(len, narrow.splitlines())) <= 70
+
+
+def test_other_forms(small):
+    found = cx.summary(small)
+    assert found.to_json()["macs"] == list(found.macs)
+    assert found.to_pandas()["became"].tolist()[0] == "4 blocks"
+    with pytest.raises(cx.InvalidOption, match="not made by reorganize"):
+        cx.summary(nn.Linear(2, 2))
