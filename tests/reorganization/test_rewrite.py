@@ -97,7 +97,9 @@ KINDS = {
     "rnn": (lambda: Sequences(nn.RNN, nonlinearity="relu"), (2, 7, 24), {"rnn": cx.BlockRecurrent}),
     "gru": (lambda: Sequences(nn.GRU, num_layers=2), (2, 7, 24), {"rnn": cx.BlockRecurrent}),
     "lstm": (lambda: Sequences(nn.LSTM, bidirectional=True), (2, 7, 24), {"rnn": cx.BlockRecurrent}),
-    "gated": (lambda: Residual(Gated()), (5, 16), {"inner": cx.BlockFeedForward}),
+    "gated": (
+        lambda: Residual(Gated()), (5, 16), dict.fromkeys(["inner.one", "inner.two", "inner.three"], cx.BlockLinear),
+    ),
     "gated, two partitions": (
         lambda: Residual(Gated(strangers=True)), (5, 16), dict.fromkeys(["inner.one", "inner.two"], cx.BlockLinear),
     ),
@@ -228,14 +230,19 @@ def test_channel_by_channel_where_that_saves_more():
     assert_same_state(restore(small), model)
 
 
-def test_a_gated_module_channel_by_channel():
+def gated_channels():
+    """A gated pair each of whose four channels has blocks of its own."""
     module = Gated(16, 64, 1)
     parts = [block_linear(16, 16, 4, seed).weight for seed in range(4)]
     with torch.no_grad():
         for layer in (module.one, module.three):
             layer.weight.copy_(torch.cat(parts))
         module.two.weight.copy_(torch.cat(parts, 1).roll(1, 0))
-    model, x = Residual(module), torch.randn(5, 16)
+    return Residual(module)
+
+
+def test_a_gated_module_channel_by_channel():
+    model, x = gated_channels(), torch.randn(5, 16)
     small = cx.reorganize(model, level=None, only_if_faster=False)
     assert [c.became for c in cx.summary(small).changes] == ["feed-forward channel by channel, 32 blocks"] * 3
     assert cx.summary(small).macs == (3072, 768)
@@ -319,12 +326,19 @@ def test_targets_and_ignore():
 
 
 def test_restored_feed_forward_modules_keep_their_layers():
-    model = Residual(Gated())
-    again = restore(cx.reorganize(model, level=None, only_if_faster=False))
+    again = restore(cx.reorganize(gated_channels(), level=None, only_if_faster=False))
     assert isinstance(again.inner, DenseFeedForward)
-    assert (
-        cx.reorganize(again, level=None, only_if_faster=False).inner.macs == 16 * 32 * 3 // 4
-    )  # and can be taken apart again
+    small = cx.reorganize(again, level=None, only_if_faster=False)  # it can be taken apart again
+    assert small.inner.macs == 768
+
+
+def test_small_layers_stay_dense_where_blocks_would_be_slower():
+    model = nn.Sequential(block_linear(64, 64, 4, 1), nn.Softmax(-1), block_linear(64, 1024, 4, 2))
+    small = cx.reorganize(model, level=None)
+    assert [type(module) for module in small] == [nn.Linear, nn.Softmax, nn.Linear]
+    assert all("would not pay" in change.became for change in cx.summary(small).changes)
+    model[2] = block_linear(64, 8192, 4, 2)
+    assert isinstance(cx.reorganize(model, level=None)[2], cx.BlockLinear)
 
 
 def test_transformers_conv1d():

@@ -62,7 +62,7 @@ def test_copies_stand_alone():
         (nn.Sequential(nn.Linear(4, 4)), "one block operator"),
         (nn.Sequential(block_linear(8, 8, 2, 1), nn.LayerNorm(8)), "2 modules of Sequential hold weights"),
         (nn.Sequential(block_linear(16, 16, 4, 1), nn.ReLU(), block_linear(16, 16, 4, 2)), "does not separate"),
-        (Gated(), "gated"),
+        (Gated(), "modules of Gated hold weights"),
     ],
 )
 def test_models_that_do_not_separate(model, message):

@@ -44,7 +44,7 @@ def test_gpt2():
 
 
 def test_llama():
-    """A gated pair as one operator, grouped-query attention layer by layer."""
+    """A gated pair and grouped-query attention."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=50, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
@@ -60,6 +60,6 @@ def test_llama():
         weight = block.self_attn.get_submodule(name).weight
         keep_(weight, mask(labels(len(weight), 4, seed + 3), labels(weight.shape[1], 4, seed + 7)))
     prefix = "model.layers.0"
-    expected = {f"{prefix}.mlp": cx.BlockFeedForward, f"{prefix}.self_attn.o_proj": cx.BlockLinear}
-    changes = check(model, expected)
-    assert changes[f"{prefix}.mlp.gate_proj"].became == "feed-forward pair, 4 blocks"
+    names = ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "self_attn.o_proj"]
+    changes = check(model, {f"{prefix}.{name}": cx.BlockLinear for name in names})
+    assert changes[f"{prefix}.mlp.gate_proj"].macs_after == 32 * 64 // 4

@@ -193,12 +193,9 @@ class _Rewrite:
         first, second = module.get_submodule(found.first), module.get_submodule(found.second)
         gate = module.get_submodule(found.gate) if found.gate else None
         operator = BlockFeedForward.from_dense(first, found.activation, second, gate)  # type: ignore[arg-type]
-        limit = self._alone(names) - (operator.form != "pair")  # a pair moves less than its layers alone, others do not
         ends = operator.in_features, operator.out_features
-        blocks = operator.n_blocks
-        if operator.macs > limit or not self.judge.pays(
-            "feed-forward", operator.dense_macs, operator.macs, *ends, blocks
-        ):
+        pays = self.judge.pays("feed-forward", operator.dense_macs, operator.macs, *ends, operator.n_blocks)
+        if operator.macs >= self._alone(names) or not pays:  # of equals, layers with folded orders are faster
             return
         self._record_pair(names, operator, {prefix + child: role for child, role in found.roles.items()})
         self.model = replace_(self.model, name, operator)
