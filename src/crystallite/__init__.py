@@ -23,6 +23,7 @@ from crystallite.structure.directed import DirectedStructure
 from crystallite.structure.hubs import BorderedStructure, hubs
 from crystallite.structure.levels import DirectedProfile, LevelProfile, level_profile
 from crystallite.tables import Table
+from crystallite.validation import Sweep, Verdict, sweep, validate
 
 __all__ = [
     "Analysis",
@@ -50,7 +51,9 @@ __all__ = [
     "Permutation",
     "Projection",
     "Subnetworks",
+    "Sweep",
     "Table",
+    "Verdict",
     "analyze",
     "anneal",
     "attach_verdict",
@@ -67,6 +70,8 @@ __all__ = [
     "source_sha256",
     "subnetworks",
     "summary",
+    "sweep",
+    "validate",
 ]
 
 _register_reader()  # `from_pretrained` of transformers understands reorganized models

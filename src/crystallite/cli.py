@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import os
 import shutil
@@ -14,7 +13,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from crystallite.errors import CheckpointError, CrystalliteError, InvalidOption
+from crystallite.errors import CrystalliteError, InvalidOption
+from crystallite.validation import command as validate
 
 if TYPE_CHECKING:
     from torch import nn
@@ -109,6 +109,8 @@ def _parser() -> argparse.ArgumentParser:
     reorganize.add_argument("--json", action="store_true", help="everything as JSON on standard output")
     reorganize.set_defaults(run=_reorganize)
 
+    validate.add_parser(commands)
+
     demo = commands.add_parser(
         "demo",
         help="a tour on a network trained on the spot",
@@ -169,6 +171,7 @@ def _analyze(options: argparse.Namespace) -> int:
 
 
 def _reorganize(options: argparse.Namespace) -> int:
+    from crystallite.opening import open_model
     from crystallite.reorganization.rewrite import reorganize
     from crystallite.reorganization.summary import summary
 
@@ -177,7 +180,7 @@ def _reorganize(options: argparse.Namespace) -> int:
     annealing = {name: getattr(options, name) for name in ("level", "null", "correction", "random_walk", "rule")}
     if options.as_it_is:
         annealing["level"] = None
-    model = _open_model(options.model, options.weights)
+    model = open_model(options.model, options.weights)
     small = reorganize(
         model,
         only_if_faster=not options.even_if_slower,
@@ -213,70 +216,6 @@ def _save(model: nn.Module, target: Path, original: nn.Module, source: Path, ann
         shutil.copytree(source, folder, ignore=shutil.ignore_patterns(*_WEIGHT_FILES))
         pretrained.save_pretrained(folder)
         folder.rename(target)
-
-
-def _open_model(source: str, weights: Path | None) -> nn.Module:
-    """A dense model from a folder or from code."""
-    from crystallite.artifact import load
-    from crystallite.reorganization.restore import restore
-
-    folder = Path(source)
-    if not folder.is_dir():
-        model = _from_code(source)
-    elif (folder / "config.json").is_file():
-        model = _from_transformers(folder)
-    else:
-        model = load(folder)
-    if weights is not None:
-        _fill(model, weights)
-    return restore(model) if hasattr(model, "reorganization") else model
-
-
-def _from_code(source: str) -> nn.Module:
-    from torch import nn
-
-    module_name, _, factory_name = source.partition(":")
-    if not all(part.isidentifier() for part in [*module_name.split("."), *factory_name.split(".")]):
-        raise InvalidOption(f"{source}: expected a model folder, or package.module:factory")
-    sys.path.insert(0, os.getcwd())  # as python -m has it
-    try:
-        factory: Any = importlib.import_module(module_name)
-        for part in factory_name.split("."):
-            factory = getattr(factory, part)
-        model = factory()
-    except Exception as error:  # whatever the user's code raises
-        raise InvalidOption(f"{source}: {type(error).__name__}: {error}") from error
-    if not isinstance(model, nn.Module):
-        raise InvalidOption(f"{source}: expected a function that returns an nn.Module, got {type(model).__name__}")
-    return model
-
-
-def _from_transformers(folder: Path) -> nn.Module:
-    try:
-        library = importlib.import_module("transformers")
-    except ImportError:
-        raise InvalidOption(f"{folder}: a transformers model; install transformers to open it") from None
-    if not sys.stderr.isatty():
-        library.utils.logging.disable_progress_bar()
-    try:
-        model: nn.Module = library.AutoModel.from_pretrained(folder, local_files_only=True)
-    except (ValueError, RuntimeError, KeyError) as error:
-        raise CheckpointError(f"{folder}: transformers cannot open it: {error}") from None
-    return model
-
-
-def _fill(model: nn.Module, file: Path) -> None:
-    """Give a model the weights of a checkpoint, all of them."""
-    import torch
-
-    from crystallite.weights.checkpoint import open_checkpoint
-
-    with open_checkpoint(file) as checkpoint:
-        state = {name: torch.as_tensor(checkpoint.read(name)) for name in checkpoint.tensors}
-        try:
-            model.load_state_dict(state)
-        except RuntimeError as error:
-            raise CheckpointError(f"{file}: {error}") from None
 
 
 def _demo(options: argparse.Namespace) -> int:

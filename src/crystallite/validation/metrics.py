@@ -1,0 +1,197 @@
+"""What the task calls good, measured on both systems."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from crystallite.errors import InvalidOption
+from crystallite.validation.batches import Batch
+from crystallite.validation.outputs import main_output, tensors
+
+__all__ = ["METRICS", "Metric", "MetricResult", "RunningMetric", "as_metric"]
+
+_IGNORED = -100  # the label of positions that do not count, as everywhere in PyTorch
+
+
+@dataclass(frozen=True)
+class Metric:
+    """How well outputs meet their targets.
+
+    measure: (output, target) → one value per sample, or one number for the batch. `finish` turns what all batches gave
+    and all targets into one value per sample, for a metric that looks at samples together.
+    """
+
+    name: str
+    measure: Callable[[Any, Tensor], Any]
+    greater_is_better: bool = True
+    finish: Callable[[Tensor, Tensor], Tensor] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class MetricResult:
+    """A metric of both systems; `values` by sample where the metric gives them, else by batch."""
+
+    name: str
+    greater_is_better: bool
+    original: float
+    reorganized: float
+    values: np.ndarray  # (2, samples or batches)
+    per_sample: bool
+
+    @property
+    def drop(self) -> float:
+        """By how much the reorganized system is worse; negative if it is better."""
+        loss = self.original - self.reorganized
+        return loss if self.greater_is_better else -loss
+
+    @property
+    def losses(self) -> np.ndarray:
+        """(samples or batches,) by how much each is worse."""
+        loss = self.values[0] - self.values[1]
+        return loss if self.greater_is_better else -loss
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.original:.4g} → {self.reorganized:.4g}"
+
+
+def as_metric(metric: str | Metric | Callable[[Any, Tensor], Any] | None) -> Metric | None:
+    """A metric by its name, a function (output, target) for which more is better, or a `Metric` as it is.
+
+    >>> as_metric("accuracy").name, as_metric(lambda output, target: 1.0).greater_is_better
+    ('accuracy', True)
+    >>> as_metric("f1")
+    Traceback (most recent call last):
+    crystallite.errors.InvalidOption: metric must be one of accuracy, loss, retrieval or a function of (output,
+    target), got 'f1'
+    """
+    if metric is None or isinstance(metric, Metric):
+        return metric
+    if isinstance(metric, str) and metric in METRICS:
+        return METRICS[metric]
+    if callable(metric):
+        return Metric(getattr(metric, "__name__", "metric"), metric)
+    raise InvalidOption(f"metric must be one of {', '.join(METRICS)} or a function of (output, target), got {metric!r}")
+
+
+class RunningMetric:
+    """A metric of one system while batches come in."""
+
+    def __init__(self, metric: Metric) -> None:
+        self.metric = metric
+        self._values: list[Tensor] = []
+        self._targets: list[Tensor] = []
+        self._sizes: list[int] = []
+
+    def add(self, batch: Batch, output: Any) -> None:
+        """What the system returned on a batch."""
+        if batch.target is None:
+            raise InvalidOption(
+                f"the metric {self.metric.name} needs a target for every sample: give data as (inputs, target), or "
+                'as dicts with "labels"'
+            )
+        value = torch.as_tensor(self.metric.measure(output, batch.target)).detach().cpu().double()
+        if value.ndim and len(value) != batch.size:
+            raise InvalidOption(
+                f"the metric {self.metric.name} must give one number, or one for each of the {batch.size} samples of "
+                f"a batch, got shape {tuple(value.shape)}"
+            )
+        self._values.append(value)
+        self._targets += [batch.target.cpu()] if self.metric.finish else []
+        self._sizes.append(batch.size)
+
+    def done(self) -> tuple[float, np.ndarray]:
+        """The metric over all samples, and its value for each of them (or for each batch)."""
+        if self.metric.finish is not None:
+            values = self.metric.finish(torch.cat(self._values), torch.cat(self._targets)).double().numpy()
+            return float(values.mean()), values
+        if all(value.ndim for value in self._values):
+            values = torch.cat(self._values).flatten().numpy()
+            return float(values.mean()), values
+        per_batch = np.array([float(value.mean()) for value in self._values])
+        return float(np.average(per_batch, weights=self._sizes)), per_batch
+
+    @staticmethod
+    def compare(original: RunningMetric, reorganized: RunningMetric) -> MetricResult:
+        """Both systems' results side by side."""
+        metric, (before, old), (after, new) = original.metric, original.done(), reorganized.done()
+        per_sample = len(old) == sum(original._sizes)
+        return MetricResult(metric.name, metric.greater_is_better, before, after, np.stack([old, new]), per_sample)
+
+
+def _scores_and_classes(output: Any, target: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    """Scores with the classes on axis 1, and the class of each position."""
+    scores = main_output(output).detach().cpu()
+    target = target.cpu()
+    if scores.shape[:-1] == target.shape:
+        return scores.movedim(-1, 1) if scores.ndim > 1 else scores, target
+    if scores.ndim > 1 and (scores.shape[0], *scores.shape[2:]) == target.shape:
+        return scores, target
+    raise InvalidOption(
+        f"{name}: expected one class per row of the output, {tuple(scores.shape[:-1])}, got labels of shape "
+        f"{tuple(target.shape)}; pass a function of (output, target) for another task"
+    )
+
+
+def _mean_per_sample(values: Tensor, counted: Tensor) -> Tensor:
+    """(samples,) means over the positions that count; a sample where none does counts as 0."""
+    values, counted = (t.reshape(len(t), -1).double() for t in (values, counted))
+    return (values * counted).sum(1) / counted.sum(1).clamp(min=1)
+
+
+def _accuracy(output: Any, target: Tensor) -> Tensor:
+    scores, classes = _scores_and_classes(output, target, "accuracy")
+    return _mean_per_sample(scores.argmax(1) == classes, classes != _IGNORED)
+
+
+def _loss(output: Any, target: Tensor) -> Tensor:
+    """The model's own loss if it returns one; cross-entropy for classes; the mean square for numbers."""
+    own = tensors(output).get("output.loss")
+    if own is not None and own.ndim == 0:
+        return own
+    if not target.is_floating_point():
+        scores, classes = _scores_and_classes(output, target, "loss")
+        entropy = F.cross_entropy(scores.double(), classes.long(), reduction="none", ignore_index=_IGNORED)
+        return _mean_per_sample(entropy, classes != _IGNORED)
+    found = main_output(output).detach().cpu()
+    if found.shape != target.shape:
+        raise InvalidOption(f"loss: expected a target of shape {tuple(found.shape)}, got {tuple(target.shape)}")
+    squares = (found.double() - target.cpu().double()).square()
+    return _mean_per_sample(squares, torch.ones_like(squares))
+
+
+def _vectors(output: Any, target: Tensor) -> Tensor:
+    vectors = main_output(output)
+    if vectors.ndim != 2 or target.ndim != 1:
+        raise InvalidOption(
+            f"retrieval: expected one vector and one label per sample, got {tuple(vectors.shape)} and "
+            f"{tuple(target.shape)}; wrap the model so that it pools its output"
+        )
+    return vectors
+
+
+def _nearest_has_same_label(vectors: Tensor, labels: Tensor) -> Tensor:
+    """(samples,) whether the sample with the closest vector, by cosine, has the same label. O(samples²), by rows."""
+    if len(vectors) < 2:
+        raise InvalidOption("retrieval: expected at least two samples, got one")
+    unit = F.normalize(vectors, dim=1)
+    hits = []
+    for start in range(0, len(unit), 1024):
+        likeness = unit[start : start + 1024] @ unit.T  # (rows, samples)
+        rows = torch.arange(len(likeness))
+        likeness[rows, rows + start] = -2.0  # not itself
+        hits.append(labels[likeness.argmax(1)] == labels[start : start + len(likeness)])
+    return torch.cat(hits)
+
+
+METRICS = {
+    "accuracy": Metric("accuracy", _accuracy),
+    "loss": Metric("loss", _loss, greater_is_better=False),
+    "retrieval": Metric("retrieval", _vectors, finish=_nearest_has_same_label),  # keeps one vector per sample
+}

@@ -1,0 +1,226 @@
+"""When a reorganized system may take the place of the original: rules, and whether the data support them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+
+import numpy as np
+
+from crystallite.errors import InvalidOption
+from crystallite.validation.comparison import Comparison
+from crystallite.validation.metrics import MetricResult
+
+__all__ = ["Outcome", "Rules", "SliceResult", "wilson_interval"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of one rule.
+
+    status: "kept"; "violated" by what was observed; or "unproven": kept by what was observed, but on so few samples
+    that it may be violated on others.
+    """
+
+    rule: str
+    limit: float | None
+    observed: float
+    status: str
+    reason: str
+
+    @property
+    def kept(self) -> bool:
+        return self.status == "kept"
+
+
+@dataclass(frozen=True)
+class SliceResult:
+    """The samples of one slice."""
+
+    label: str
+    samples: int
+    agreement: float | None
+    deviation: float  # at the quantile that the rules state
+    original: float | None  # the metric
+    reorganized: float | None
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Limits that a reorganized system must keep; None switches a rule off.
+
+    - `max_drop`: how much worse the metric may be, in its own units.
+    - `min_agreement`: the least share of samples with the same argmax, for each output.
+    - `max_relative_deviation`: of the worst sample, or of the given `quantile` of the samples, for each output.
+    - `confidence`: with which drop and agreement must keep their limits on other samples than these.
+
+    Outputs that are not finite violate all rules, so none needs to be given for them.
+    """
+
+    max_drop: float | None = 0.01
+    min_agreement: float | None = None
+    max_relative_deviation: float | None = 0.1
+    quantile: float = 1.0
+    confidence: float = 0.95
+
+    def __post_init__(self) -> None:
+        if self.max_drop is None and self.min_agreement is None and self.max_relative_deviation is None:
+            raise InvalidOption("a verdict needs a rule: max_drop, min_agreement or max_relative_deviation")
+        for name, low, high in (
+            ("max_drop", 0, math.inf),
+            ("min_agreement", 0, 1),
+            ("max_relative_deviation", 0, math.inf),
+            ("quantile", 0, 1),
+            ("confidence", 0.5, 1 - 1e-12),
+        ):
+            value = getattr(self, name)
+            if value is not None and not low <= value <= high:
+                raise InvalidOption(f"{name} must be between {low} and {high:.3g}, got {value!r}")
+
+    def judge(
+        self, comparison: Comparison, metric: MetricResult | None, slices: Sequence[SliceResult] = ()
+    ) -> tuple[Outcome, ...]:
+        """One outcome for each rule and what it applies to."""
+        found = [*self._finite(comparison), *self._drop(metric), *self._agreement(comparison)]
+        found += [*self._deviation(comparison), *self._slices(slices, metric)]
+        if not found:
+            raise InvalidOption("no rule applies to this data: max_drop needs a metric, min_agreement an argmax")
+        return tuple(found)
+
+    def _finite(self, comparison: Comparison) -> Iterator[Outcome]:
+        broken = comparison.not_finite
+        if broken:
+            names = ", ".join(str(case.index) for case in broken[:5]) + (", …" if len(broken) > 5 else "")
+            reason = f"{broken[0].output}: NaN or infinity in {len(broken)} outputs, of sample {names}"
+            yield Outcome("finite", None, len(broken), "violated", reason)
+
+    def _drop(self, metric: MetricResult | None) -> Iterator[Outcome]:
+        if metric is None or self.max_drop is None:
+            return
+        observed, n = metric.drop, len(metric.losses)
+        text = f"{metric}: {observed:+.4g} worse on {n} samples, at most {self.max_drop:g} allowed"
+        if not observed <= self.max_drop:
+            yield Outcome("max_drop", self.max_drop, observed, "violated", text)
+            return
+        if not metric.per_sample:
+            text = (
+                f"{metric}: {observed:+.4g} worse, at most {self.max_drop:g} allowed (no bound: one number per batch)"
+            )
+            yield Outcome("max_drop", self.max_drop, observed, "kept", text)
+            return
+        bound = drop_bound(metric.losses, self.confidence)
+        if bound <= self.max_drop:
+            yield Outcome("max_drop", self.max_drop, observed, "kept", f"{text} (≤ {bound:.3g} {self._sure})")
+            return
+        text += f", but so few samples show only ≤ {bound:.3g} {self._sure}"
+        yield Outcome("max_drop", self.max_drop, observed, "unproven", text)
+
+    def _agreement(self, comparison: Comparison) -> Iterator[Outcome]:
+        if self.min_agreement is None:
+            return
+        for output in comparison.outputs:
+            if not output.decides:
+                continue
+            observed, n = float(output.agreement.mean()), len(output.agreement)
+            shown = wilson_interval(observed, n, self.confidence)[0]
+            text = f"{output.path}: agreement {observed:.4g} on {n} samples, at least {self.min_agreement:g} expected"
+            status = "kept"
+            if observed < self.min_agreement:
+                status = "violated"
+            elif shown < self.min_agreement:
+                status = "unproven"
+                text += f", but so few samples show only {shown:.3g} {self._sure}"
+                if observed == 1:
+                    text += f"; it takes {self._samples_needed(1 - self.min_agreement)}"
+            else:
+                text += f" (≥ {shown:.4g} {self._sure})"
+            yield Outcome("min_agreement", self.min_agreement, observed, status, text)
+
+    def _deviation(self, comparison: Comparison) -> Iterator[Outcome]:
+        limit = self.max_relative_deviation
+        if limit is None:
+            return
+        for output in comparison.outputs:
+            observed, n = at_quantile(output.deviation, self.quantile), len(output.deviation)
+            which = "worst" if self.quantile == 1 else f"{self.quantile:.4g} quantile"
+            text = f"{output.path}: relative deviation {observed:.3g} ({which} of {n}), at most {limit:g} allowed"
+            status = "kept" if observed <= limit else "violated"
+            if status == "kept" and self.quantile == 1:  # no sample of n was beyond: what that says about others
+                share = (1 - self.confidence) ** (1 / n)
+                text += f" (shown for {share:.2%} of such inputs {self._sure})"
+            elif status == "violated":
+                beyond = np.flatnonzero(output.deviation > limit)
+                text += f"; {len(beyond)} beyond it, sample {output.index[output.deviation.argmax()]:.0f} most"
+            yield Outcome("max_relative_deviation", limit, observed, status, text)
+
+    def _slices(self, slices: Sequence[SliceResult], metric: MetricResult | None) -> Iterator[Outcome]:
+        """What a slice shows against a rule; slices are often too small to prove anything for it."""
+        for part in slices:
+            name = f"slice {part.label} ({part.samples} samples)"
+            if part.original is not None and part.reorganized is not None and metric and self.max_drop is not None:
+                drop = (part.original - part.reorganized) * (1 if metric.greater_is_better else -1)
+                if not drop <= self.max_drop:
+                    text = f"{name}: {metric.name} {part.original:.4g} → {part.reorganized:.4g}"
+                    yield Outcome("max_drop", self.max_drop, drop, "violated", text)
+            if part.agreement is not None and self.min_agreement is not None and part.agreement < self.min_agreement:
+                text = f"{name}: agreement {part.agreement:.4g}, at least {self.min_agreement:g} expected"
+                yield Outcome("min_agreement", self.min_agreement, part.agreement, "violated", text)
+            limit = self.max_relative_deviation
+            if limit is not None and part.deviation > limit:
+                text = f"{name}: relative deviation {part.deviation:.3g}, at most {limit:g} allowed"
+                yield Outcome("max_relative_deviation", limit, part.deviation, "violated", text)
+
+    @property
+    def _sure(self) -> str:
+        return f"at {self.confidence:g} confidence"
+
+    def _samples_needed(self, share: float) -> str:
+        """How many samples without a fault show that at most a share has one."""
+        if share <= 0:
+            return "more samples than there can be"
+        return f"{math.ceil(_z(self.confidence) ** 2 * (1 / share - 1))} samples without a difference"
+
+
+def at_quantile(values: np.ndarray, quantile: float) -> float:
+    """The smallest of the values that at least this share does not exceed.
+
+    >>> at_quantile(np.array([1.0, 2.0, 3.0, 4.0]), 0.5)
+    2.0
+    """
+    return float(np.sort(values)[max(math.ceil(quantile * len(values) - 1e-9), 1) - 1])
+
+
+def wilson_interval(share: float, samples: int, confidence: float = 0.95) -> tuple[float, float]:
+    """Below and above which the true share lies with at most 1 − confidence each (Wilson's score bounds).
+
+    >>> [round(bound, 3) for bound in wilson_interval(1.0, 50)]
+    [0.949, 1.0]
+    """
+    z = _z(confidence)
+    centre = (share + z * z / (2 * samples)) / (1 + z * z / samples)
+    half = z / (1 + z * z / samples) * math.sqrt(share * (1 - share) / samples + z * z / (4 * samples**2))
+    return max(centre - half, 0.0), min(centre + half, 1.0)
+
+
+def drop_bound(losses: np.ndarray, confidence: float) -> float:
+    """What the mean loss on other samples stays below with this confidence.
+
+    Where samples are right or wrong, Wilson's bounds of the shares that were lost and gained are joined (Newcombe's
+    square-and-add); otherwise the mean plus its standard error. One sample bounds nothing.
+
+    >>> round(drop_bound(np.zeros(50), 0.95), 3), round(drop_bound(np.array([1.0] + [0.0] * 99), 0.95), 3)
+    (0.051, 0.044)
+    """
+    mean, n = float(losses.mean()), len(losses)
+    if np.isin(losses, (-1.0, 0.0, 1.0)).all():
+        lost, gained = float((losses > 0).mean()), float((losses < 0).mean())
+        above = wilson_interval(lost, n, confidence)[1] - lost
+        below = gained - wilson_interval(gained, n, confidence)[0]
+        return mean + math.hypot(above, below)
+    return mean + _z(confidence) * float(losses.std(ddof=1)) / math.sqrt(n) if n > 1 else math.inf
+
+
+def _z(confidence: float) -> float:
+    return NormalDist().inv_cdf(confidence)

@@ -1,0 +1,175 @@
+"""`validate`: the original and the reorganized system on the same inputs, and whether one may replace the other."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+
+from crystallite.artifact import attach_verdict, load
+from crystallite.errors import InvalidOption
+from crystallite.validation.batches import Batch, batches, check_repeatable, repeatable, run
+from crystallite.validation.comparison import Comparison, RunningComparison
+from crystallite.validation.cost import count_macs, count_parameters, measure_latency
+from crystallite.validation.layers import LayerWatch, comparable
+from crystallite.validation.metrics import Metric, MetricResult, RunningMetric, as_metric
+from crystallite.validation.rules import Rules, SliceResult, at_quantile
+from crystallite.validation.sweep import Sweep, sweep
+from crystallite.validation.verdict import Verdict
+
+__all__ = ["validate"]
+
+_BATCH_SIZES = 3  # so many different ones are timed
+Slices = Sequence[Any] | Callable[[Any, Any], Sequence[Any]]
+
+
+def validate(
+    original: nn.Module,
+    reorganized: nn.Module | str | os.PathLike[str],
+    data: Any,
+    metric: str | Metric | Callable[[Any, Tensor], Any] | None = None,
+    levels: str | Sequence[float | str] | None = None,
+    *,
+    max_drop: float | None = 0.01,
+    min_agreement: float | None = None,
+    max_relative_deviation: float | None = 0.1,
+    quantile: float = 1.0,
+    confidence: float = 0.95,
+    slices: Slices | None = None,
+    layers: bool = True,
+) -> Verdict:
+    """A verdict on whether a reorganized model may take the place of the original, from both on the same inputs.
+
+    - `reorganized`: a model, or the folder of a saved one: it is loaded, and the verdict is written into its manifest,
+      bound to the weights it was given on.
+    - `data`: an iterable of batches (a `DataLoader`, a list, a generator); a tensor or a dict alone is one batch.
+      A batch is a tensor, a dict of keyword arguments (its "labels" are the target), or (inputs, target); several
+      positional inputs are a tuple, ((a, b), target). Data that training has not seen say most.
+    - `metric`: "accuracy", "loss", "retrieval" (does the nearest other sample have the same label?), a function
+      (output, target) → one number, or one per sample, where more is better, or a `Metric`.
+    - `max_drop`, `min_agreement`, `max_relative_deviation` at a `quantile` of the samples (1: the worst), `confidence`:
+      see `Rules`. None switches a rule off. A drop or an agreement must be shown by enough samples.
+    - `slices`: a label for each sample, or a function (inputs, target) → labels of a batch. Rules hold in each slice.
+    - `layers`: compare the outputs of layers too; holds the original's for one batch, and a dense copy of the model.
+    - `levels`: also sweep the significance level, "default" or levels as for `sweep`, with the same rules.
+
+    Both models must be deterministic: call `.eval()` first. Outputs may be tensors, tuples, dicts or dataclasses.
+    Beside ten numbers per sample and output, no more than one batch is held.
+
+    >>> import torch
+    >>> from crystallite import reorganize
+    >>> model = nn.Linear(4, 2)
+    >>> _ = nn.init.eye_(model.weight)
+    >>> small = reorganize(model, level=None, only_if_faster=False)
+    >>> verdict = validate(model, small, torch.randn(64, 4), min_agreement=0.95)
+    >>> verdict.passed, verdict.macs
+    (True, (512, 128))
+    """
+    rules = Rules(max_drop, min_agreement, max_relative_deviation, quantile, confidence)
+    measured = as_metric(metric)
+    model = reorganized if isinstance(reorganized, nn.Module) else load(reorganized, into=original).eval()
+    data = repeatable(data) if levels is not None else data
+    collected = _Both(original, model, measured, slices)
+    dense = comparable(model) if layers else None
+    watch = None if dense is None else LayerWatch(original, dense)
+    collected.run(data, None if dense is model else dense, watch)
+    comparison, result = collected.comparison.done(), collected.metric_result()
+    parts = _slice_results(comparison, result, collected.labels, rules)
+    samples = list(collected.timed.values())
+    verdict = Verdict(
+        rules,
+        rules.judge(comparison, result, parts),
+        comparison,
+        result,
+        (count_parameters(original), count_parameters(model)),
+        (count_macs(original, samples[0]), count_macs(model, samples[0])),
+        measure_latency(original, model, samples),
+        parts,
+        *(((), {}) if watch is None else watch.done()),
+        None if levels is None else _sweep_like(original, model, data, measured, levels, rules),
+    )
+    if not isinstance(reorganized, nn.Module):
+        attach_verdict(Path(reorganized), verdict.to_json())
+    return verdict
+
+
+class _Both:
+    """Both systems while batches go by."""
+
+    def __init__(
+        self, original: nn.Module, reorganized: nn.Module, metric: Metric | None, slices: Slices | None
+    ) -> None:
+        self.models = original, reorganized
+        self.comparison = RunningComparison()
+        self.metrics = None if metric is None else (RunningMetric(metric), RunningMetric(metric))
+        self.slices = slices
+        self.labels: list[str] = []
+        self.timed: dict[int, Batch] = {}
+
+    def run(self, data: Any, dense: nn.Module | None, watch: LayerWatch | None) -> None:
+        """All batches; a dense form of the reorganized model runs along for the layers it can be compared by."""
+        for batch in batches(data):
+            if not self.timed:
+                for model, who in zip(self.models, ("the original", "the reorganized model"), strict=True):
+                    check_repeatable(model, batch, who)
+            with watch or nullcontext():
+                outputs = [run(model, batch) for model in self.models]
+                if dense is not None:
+                    run(dense, batch)
+            self.comparison.add(batch, *outputs)
+            for metric, output in zip(self.metrics or (), outputs, strict=False):
+                metric.add(batch, output)
+            if callable(self.slices):
+                self.labels += self._labels(batch, self.slices)
+            if len(self.timed) < _BATCH_SIZES:
+                self.timed.setdefault(batch.size, batch)
+        if self.slices is not None and not callable(self.slices):
+            self.labels = [str(label) for label in self.slices]
+            samples = self.comparison.samples
+            if len(self.labels) != samples:
+                raise InvalidOption(f"slices: expected one label for each of {samples} samples, got {len(self.labels)}")
+
+    @staticmethod
+    def _labels(batch: Batch, of: Callable[[Any, Any], Sequence[Any]]) -> list[str]:
+        inputs: Any = batch.named or (batch.positional[0] if len(batch.positional) == 1 else batch.positional)
+        found = of(inputs, batch.target)
+        labels = [str(label) for label in (found.tolist() if isinstance(found, (Tensor, np.ndarray)) else found)]
+        if len(labels) != batch.size:
+            raise InvalidOption(f"slices: expected one label for each of {batch.size} samples, got {len(labels)}")
+        return labels
+
+    def metric_result(self) -> MetricResult | None:
+        return None if self.metrics is None else RunningMetric.compare(*self.metrics)
+
+
+def _slice_results(
+    comparison: Comparison, metric: MetricResult | None, labels: list[str], rules: Rules
+) -> tuple[SliceResult, ...]:
+    found = []
+    for label in sorted(set(labels)):
+        inside = np.array([own == label for own in labels])
+        outputs = [o for o in comparison.outputs if len(o.index) == comparison.samples]
+        agreement = [float(o.agreement[inside].mean()) for o in outputs if o.decides]
+        both = metric.values[:, inside].mean(1).tolist() if metric is not None and metric.per_sample else [None, None]
+        deviation = at_quantile(comparison.deviation[inside], rules.quantile)
+        found.append(SliceResult(label, int(inside.sum()), min(agreement, default=None), deviation, *both))
+    return tuple(found)
+
+
+def _sweep_like(
+    original: nn.Module, reorganized: Any, data: Any, metric: Metric | None, levels: Any, rules: Rules
+) -> Sweep:
+    """A sweep with the options that the model was reorganized with, where it says them."""
+    record = getattr(reorganized, "reorganization", None)
+    options = dict(record.options) if record is not None else {}
+    if options.get("null", "auto") not in ("auto", "init", "empirical"):
+        raise InvalidOption(f"the model was annealed against {options['null']}: call sweep(…, null=…) with it instead")
+    known = {name: options[name] for name in ("null", "rule", "random_walk", "correction") if name in options}
+    known |= {"targets": [change.name for change in record.changes]} if record is not None else {}
+    return sweep(original, data, None if levels == "default" else levels, metric=metric, **asdict(rules), **known)

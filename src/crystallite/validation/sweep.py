@@ -1,0 +1,324 @@
+"""`sweep`: the exact reorganization at many significance levels beside the original, and which level to take."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import islice
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from crystallite.annealing import nulls
+from crystallite.errors import CrystalliteError, InvalidOption
+from crystallite.reorganization.rewrite import reorganize
+from crystallite.validation.annealed import BONFERRONI, AnnealedModel, LayerStructure
+from crystallite.validation.batches import Batch, batches, check_repeatable, equal_up_to_rounding, run
+from crystallite.validation.comparison import Comparison, RunningComparison
+from crystallite.validation.metrics import Metric, MetricResult, RunningMetric, as_metric
+from crystallite.validation.outputs import tensors
+from crystallite.validation.rules import Outcome, Rules, at_quantile
+from crystallite.validation.verdict import plain, text_table
+
+__all__ = ["LEVELS", "Sweep", "SweepPoint", "sweep"]
+
+LEVELS: tuple[float | str, ...] = (*(float(f"{x:.1e}") for x in np.geomspace(1e-1, 1e-6, 11)),
+                                   "percolation", "bonferroni")  # fmt: skip
+_GROUP = 8  # batches for which the original's outputs are held, so that each level is set once for all of them
+_LARGE_STEP = 0.5  # a step is a jump if it makes this share of a quantity's whole change, …
+_LARGE_CHANGE = 0.1  # … and more than this: of the original's metric, of 1 for agreement and deviation
+
+
+@dataclass(frozen=True)
+class SweepPoint:
+    """The exact reorganization at one level, measured against the original."""
+
+    rule: str
+    level: float | str  # as asked for
+    entry_level: float  # what single weights are tested at
+    layers: tuple[LayerStructure, ...]
+    metric: float | None
+    agreement: float | None  # the least of all outputs
+    cosine: float  # the least mean of all outputs
+    mean_deviation: float  # the largest of all outputs
+    deviation: float  # at the quantile that the rules state
+    outcomes: tuple[Outcome, ...]
+
+    @property
+    def passed(self) -> bool:
+        return all(outcome.kept for outcome in self.outcomes)
+
+    @property
+    def kept_share(self) -> float:
+        return sum(s.kept_share * s.dense_macs for s in self.layers) / sum(s.dense_macs for s in self.layers)
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """Of each layer."""
+        return tuple(structure.blocks for structure in self.layers)
+
+    @property
+    def dormant(self) -> int:
+        """Neurons in no block, over all layers."""
+        return sum(structure.dormant for structure in self.layers)
+
+    @property
+    def macs_share(self) -> float:
+        """Multiply-adds of the blocks of each layer as a share of the dense ones."""
+        return sum(s.macs for s in self.layers) / sum(s.dense_macs for s in self.layers)
+
+    @property
+    def name(self) -> str:
+        return self.level if isinstance(self.level, str) else f"{self.level:.3g}"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Sweep:
+    """All levels, for each rule from the mildest to the strictest, and the one to take."""
+
+    samples: int
+    metric: str | None
+    original: float | None  # its metric
+    points: tuple[SweepPoint, ...]
+    jumps: tuple[str, ...]  # where results do not change gradually with the level
+    recommended: SweepPoint | None
+    reason: str
+    reorganized: nn.Module | None  # the model at the recommended level, checked against the annealed one
+
+    def to_pandas(self) -> Any:
+        """One row per rule and level."""
+        import pandas
+
+        return pandas.DataFrame([_row(point) | {"blocks": point.blocks} for point in self.points])
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, without the model."""
+        best = self.recommended
+        return plain(
+            {
+                "samples": self.samples,
+                "metric": self.metric and {"name": self.metric, "original": self.original},
+                "points": [_row(p) | {"layers": [asdict(s) for s in p.layers]} for p in self.points],
+                "jumps": self.jumps,
+                "recommended": best and {"rule": best.rule, "level": best.level},
+                "reason": self.reason,
+            }
+        )
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(repr(self))}</pre>"
+
+    def __repr__(self) -> str:
+        metric = self.metric or "metric"
+        rows = [["rule", "level", "kept", "blocks", "largest", "dormant", "multiply-adds", metric, "agreement",
+                 "cosine", "deviation", "worst", "passed"]]  # fmt: skip
+        for p in self.points:
+            value, agreed = ("—" if x is None else f"{x:.4g}" for x in (p.metric, p.agreement))
+            largest = f"{min(s.largest_share for s in p.layers):.0%}"
+            found = [p.rule, p.name, f"{p.kept_share:.2%}", _span(p.blocks), largest, f"{p.dormant:,}"]
+            found += [f"{p.macs_share:.0%}", value, agreed, f"{p.cosine:.4f}", f"{p.mean_deviation:.3g}"]
+            rows.append([*found, f"{p.deviation:.3g}", "yes" if p.passed else "no"])
+        before = f", {self.metric} of the original {self.original:.4g}" if self.metric else ""
+        lines = [f"{len(self.points)} levels on {self.samples} samples{before}", *text_table(rows), ""]
+        return "\n".join([*lines, *self.jumps, self.reason])
+
+
+def sweep(
+    model: nn.Module,
+    data: Any,
+    levels: Sequence[float | str] | None = None,
+    *,
+    metric: str | Metric | Callable[[Any, Tensor], Any] | None = None,
+    rule: str | Sequence[str] = "both",
+    null: nulls.Null | str = "auto",
+    correction: str | None = None,
+    random_walk: str | None = "calibrated",
+    targets: str | Sequence[str] = ("*",),
+    ignore: str | Sequence[str] = (),
+    max_drop: float | None = 0.01,
+    min_agreement: float | None = None,
+    max_relative_deviation: float | None = 0.1,
+    quantile: float = 1.0,
+    confidence: float = 0.95,
+    only_if_faster: bool = True,
+    progress: bool = False,
+) -> Sweep:
+    """Every level's exact reorganization beside the original: what is kept, what it falls into, what that costs.
+
+    - `levels`: numbers in (0, 1), "percolation", or "bonferroni" (0.01 shared out over the weights of each matrix);
+      default: half decades from 0.1 to 1e-6 and these two.
+    - `rule`: "both", "neyman", or both of them to compare.
+    - `data`, `metric`, and the rules of acceptance: as for `validate`; the rest as for `reorganize`.
+
+    Recommended is the acceptable level with the fewest multiply-adds, if any saves some; the model at that level is
+    built, checked against the annealed one, and kept as `reorganized`. A level that is not recommended costs one
+    forward pass and two passes over the weights: its function is that of the dense model with annealed weights.
+
+    >>> import torch
+    >>> _ = torch.manual_seed(0)
+    >>> model = nn.Linear(64, 64)
+    >>> with torch.no_grad():
+    ...     _ = model.weight.mul_(1e-3).add_(torch.block_diag(*torch.randn(4, 16, 16).sign()))
+    >>> found = sweep(model, torch.randn(64, 64), [1e-2, "bonferroni"], rule="neyman", null=nulls.Uniform(2e-4))
+    >>> [point.blocks for point in found.points], found.recommended.name
+    ([(4,), (4,)], '0.01')
+    """
+    chosen = [rule] if isinstance(rule, str) else list(rule)
+    if not chosen or not set(chosen) <= {"both", "neyman"}:
+        raise InvalidOption(f'rule must be "both", "neyman" or a list of them, got {rule!r}')
+    if random_walk is None and "both" in chosen:
+        raise InvalidOption('rule="both" needs the random-walk test; with random_walk=None pass rule="neyman"')
+    rules = Rules(max_drop, min_agreement, max_relative_deviation, quantile, confidence)
+    asked = list(LEVELS if levels is None else levels)
+    if not asked or isinstance(levels, str):
+        raise InvalidOption(f"levels: expected a list of levels, got {levels!r}")
+    if hasattr(model, "reorganization"):
+        raise InvalidOption("this model is reorganized already; pass the original, or cx.restore(model)")
+    targets, ignore = ([p] if isinstance(p, str) else list(p) for p in (targets, ignore))
+    annealed = AnnealedModel(model, targets, ignore, null, correction, random_walk)
+    order = sorted(asked, key=annealed.numeric_level, reverse=True)
+    measured = as_metric(metric)
+    tracks = [_Track(r, level, annealed.numeric_level(level), measured) for r in chosen for level in order]
+    original = None if measured is None else RunningMetric(measured)
+    first = _run_all(model, annealed, tracks, original, data, progress)
+    points = tuple(track.point(rules, original) for track in tracks)
+    best, reason = _recommend(points)
+    built = None
+    if best is not None:
+        bonferroni = best.level == "bonferroni"
+        built = reorganize(
+            model,
+            level=BONFERRONI if bonferroni else best.level,
+            correction="bonferroni" if bonferroni else correction,
+            null=null, random_walk=random_walk, rule=best.rule, targets=targets, ignore=ignore,
+            only_if_faster=only_if_faster,
+        )  # fmt: skip
+        annealed.set_level(best.level, best.rule)
+        _check_equal(built, annealed.model, first)
+    samples = tracks[0].result().samples
+    before = None if original is None else original.done()[0]
+    jumps = tuple(jump for r in chosen for jump in _jumps([p for p in points if p.rule == r], before))
+    return Sweep(samples, measured.name if measured else None, before, points, jumps, best, reason, built)
+
+
+class _Track:
+    """One level while batches go by."""
+
+    def __init__(self, rule: str, level: float | str, entry_level: float, metric: Metric | None) -> None:
+        self.rule, self.level, self.entry_level = rule, level, entry_level
+        self.comparison = RunningComparison()
+        self.metric = None if metric is None else RunningMetric(metric)
+        self.structures: tuple[LayerStructure, ...] = ()
+
+    def result(self) -> Comparison:
+        return self.comparison.done()
+
+    def point(self, rules: Rules, original: RunningMetric | None) -> SweepPoint:
+        found = self.result()
+        both: MetricResult | None = None
+        if self.metric is not None and original is not None:
+            both = RunningMetric.compare(original, self.metric)
+        agreement = [float(o.agreement.mean()) for o in found.outputs if o.decides]
+        return SweepPoint(
+            self.rule, self.level, self.entry_level, self.structures,
+            None if both is None else both.reorganized,
+            min(agreement, default=None),
+            min(float(o.cosine.mean()) for o in found.outputs),
+            max(float(o.deviation.mean()) for o in found.outputs),
+            max(at_quantile(o.deviation, rules.quantile) for o in found.outputs),
+            rules.judge(found, both),
+        )  # fmt: skip
+
+
+def _run_all(
+    model: nn.Module,
+    annealed: AnnealedModel,
+    tracks: list[_Track],
+    metric: RunningMetric | None,
+    data: Any,
+    progress: bool,
+) -> Batch:
+    """Run the original once and the annealed model once for each track, on all data; the first batch."""
+    stream, first = batches(data), None
+    with tqdm(unit="level", disable=not progress) as bar:
+        while group := list(islice(stream, _GROUP)):
+            if first is None:
+                first = group[0]
+                check_repeatable(model, first, "the model")
+            expected = [run(model, batch) for batch in group]
+            for batch, output in zip(group, expected, strict=True):
+                if metric is not None:
+                    metric.add(batch, output)
+            for track in tracks:
+                annealed.set_level(track.level, track.rule)
+                track.structures = track.structures or annealed.structures()
+                for batch, output in zip(group, expected, strict=True):
+                    found = run(annealed.model, batch)
+                    track.comparison.add(batch, output, found)
+                    if track.metric is not None:
+                        track.metric.add(batch, found)
+                bar.update()
+    assert first is not None  # `batches` refuses data without a sample
+    return first
+
+
+def _check_equal(built: nn.Module, annealed: nn.Module, batch: Batch) -> None:
+    expected, found = tensors(run(annealed, batch)), tensors(run(built, batch))
+    for path, tensor in expected.items():
+        if not equal_up_to_rounding(found[path], tensor):
+            raise CrystalliteError(f"{path}: the reorganized model does not compute what the annealed one computes")
+
+
+def _recommend(points: Sequence[SweepPoint]) -> tuple[SweepPoint | None, str]:
+    accepted = [point for point in points if point.passed]
+    if not accepted:
+        closest = min(points, key=lambda p: (sum(not o.kept for o in p.outcomes), p.mean_deviation))
+        why = next(o.reason for o in closest.outcomes if not o.kept)
+        return None, f"No level is acceptable; the closest is {closest.name} ({closest.rule}): {why}."
+    best = min(accepted, key=lambda p: (p.macs_share, -p.entry_level))
+    if best.macs_share >= 1:
+        levels = f"{len(accepted)} of {len(points)} levels are acceptable"
+        return None, f"No level is worth it: {levels}, but no layer falls into blocks at any of them."
+    saves = f"{best.macs_share:.0%} of the multiply-adds in {_span(best.blocks)} blocks per layer"
+    limits = "; ".join(o.reason for o in best.outcomes)
+    return best, f"Recommended: level {best.name} ({best.rule}), the acceptable one with the fewest, {saves}. {limits}."
+
+
+def _jumps(points: Sequence[SweepPoint], original: float | None) -> Iterator[str]:
+    """Neighbouring levels between which most of the whole change of a quantity happens."""
+    quantities: dict[str, tuple[list[float | None], float]] = {
+        "the metric": ([p.metric for p in points], abs(original or 0.0)),
+        "agreement": ([p.agreement for p in points], 1.0),
+        "mean deviation": ([p.mean_deviation for p in points], 1.0),
+    }
+    for name, (values, scale) in quantities.items():
+        numbers = np.array([np.nan if v is None else v for v in values], float)
+        if len(numbers) < 4 or not np.isfinite(numbers).all():
+            continue
+        whole, steps = np.ptp(numbers), np.abs(np.diff(numbers))
+        large = (steps > _LARGE_STEP * whole) & (steps > _LARGE_CHANGE * scale)
+        for i in np.flatnonzero(large).tolist():
+            a, b = points[i], points[i + 1]
+            change = f"{numbers[i]:.3g} → {numbers[i + 1]:.3g} between levels {a.name} and {b.name} ({a.rule})"
+            yield f"Jump: {name} {change}, {steps[i] / whole:.0%} of its whole change in one step."
+
+
+def _span(numbers: Sequence[int]) -> str:
+    """1 number, a few numbers, or how far they reach.
+
+    >>> _span([4, 4]), _span([1, 2, 1]), _span([1, 2, 3, 4, 5])
+    ('4', '1 2 1', '1…5')
+    """
+    if len(set(numbers)) == 1:
+        return str(numbers[0])
+    return " ".join(map(str, numbers)) if len(numbers) <= 4 else f"{min(numbers)}…{max(numbers)}"
+
+
+def _row(point: SweepPoint) -> dict[str, Any]:
+    """A point as plain values."""
+    names = ("rule", "level", "entry_level", "kept_share", "blocks", "dormant", "macs_share", "metric", "agreement",
+             "cosine", "mean_deviation", "deviation", "passed")  # fmt: skip
+    return {name: getattr(point, name) for name in names}

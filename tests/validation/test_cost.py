@@ -1,0 +1,74 @@
+"""Multiply-adds against PyTorch's own counter and against what blocks hold."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import crystallite as cx
+from crystallite.validation.batches import Batch
+from crystallite.validation.cost import count_macs, measure_latency
+from tests.reorganization.models import block_convolution, block_linear, block_recurrent
+
+
+@pytest.mark.parametrize(
+    ("model", "shape"),
+    [
+        (nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 3)), (5, 7, 8)),
+        (nn.Sequential(nn.Conv2d(4, 6, 3, padding=1, groups=2), nn.Conv2d(6, 5, 2, stride=2)), (2, 4, 8, 8)),
+        (nn.ConvTranspose2d(4, 6, 3, stride=2), (2, 4, 8, 8)),
+        (nn.Conv1d(4, 6, 3, dilation=2), (2, 4, 20)),
+    ],
+)
+def test_dense_models_count_as_pytorch_counts(model, shape):
+    x = torch.randn(shape)
+    with FlopCounterMode(display=False) as counter:
+        model(x)
+    assert 2 * count_macs(model, Batch(0, len(x), (x,))) == counter.get_total_flops()
+
+
+def test_recurrent_networks_count_every_step_and_gate():
+    x = torch.randn(7, 3, 5)
+    model = nn.LSTM(5, 4, num_layers=2, bidirectional=True)
+    weights = sum(p.numel() for name, p in model.named_parameters() if name.startswith("weight"))
+    assert count_macs(model, Batch(0, 7, (x,))) == 21 * weights
+
+
+def test_attention_counts_its_projections():
+    x = torch.randn(2, 6, 8)
+    model = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+    assert count_macs(model, Batch(0, 2, (x,))) == 12 * (4 * 8 * 8 + 2 * 8 * 16)
+
+
+@pytest.mark.parametrize(
+    ("model", "x", "positions"),
+    [
+        (block_linear(16, 16, 4, 0), torch.randn(3, 2, 16), 6),
+        (block_convolution(nn.Conv2d, 8, 8, 2, 0), torch.randn(2, 8, 6, 6), 32),
+        (block_recurrent(nn.GRU, 6, 96, 2), torch.randn(5, 2, 6), 10),
+    ],
+)
+def test_blocks_count_by_what_they_hold(model, x, positions):
+    small = cx.reorganize(model, level=None, only_if_faster=False)
+    assert hasattr(small, "macs")
+    assert count_macs(small, Batch(0, len(x), (x,))) == positions * small.macs
+    assert count_macs(small, Batch(0, len(x), (x,))) < count_macs(model, Batch(0, len(x), (x,)))
+
+
+def test_a_chain_counts_once_not_per_part():
+    model = nn.Sequential(block_linear(16, 16, 4, 0), nn.ReLU(), block_linear(16, 16, 4, 1))
+    small = cx.reorganize(model, level=None, only_if_faster=False)
+    assert count_macs(small, Batch(0, 3, (torch.randn(3, 16),))) == 3 * 2 * 4 * 16
+
+
+def test_no_hook_is_left_behind():
+    model = nn.Sequential(nn.Linear(4, 4))
+    count_macs(model, Batch(0, 1, (torch.zeros(1, 4),)))
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_latency_tells_a_slow_model_from_a_fast_one():
+    fast, slow = nn.Linear(256, 8), nn.Sequential(*[nn.Linear(256, 256) for _ in range(30)])
+    (found,) = measure_latency(slow, fast, [Batch(0, 128, (torch.randn(128, 256),))])
+    assert found.batch == 128
+    assert found.speedup > 2

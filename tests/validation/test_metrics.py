@@ -1,0 +1,91 @@
+"""Metrics against the same numbers computed the plain way."""
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from crystallite.errors import InvalidOption
+from crystallite.validation.batches import Batch
+from crystallite.validation.metrics import Metric, RunningMetric, as_metric
+
+
+def measured(metric, output, target, step=7):
+    """The metric over batches, and its values."""
+    running = RunningMetric(as_metric(metric))
+    for i in range(0, len(target), step):
+        part = target[i : i + step]
+        running.add(Batch(i, len(part), target=part), output[i : i + step])
+    return running.done()
+
+
+def test_accuracy_of_samples_positions_and_pixels():
+    scores, labels = torch.randn(30, 5), torch.randint(5, (30,))
+    assert measured("accuracy", scores, labels)[0] == pytest.approx((scores.argmax(1) == labels).double().mean().item())
+    scores, labels = torch.randn(30, 4, 5), torch.randint(5, (30, 4))
+    expected = (scores.argmax(-1) == labels).double().mean(1).numpy()
+    np.testing.assert_allclose(measured("accuracy", scores, labels)[1], expected)
+    np.testing.assert_allclose(measured("accuracy", scores.movedim(-1, 1), labels)[1], expected)
+
+
+def test_ignored_positions_do_not_count():
+    scores = F.one_hot(torch.tensor([[0, 1, 2]]), 3).float()
+    assert measured("accuracy", scores, torch.tensor([[0, 2, -100]]))[0] == 0.5
+    assert measured("loss", scores, torch.tensor([[0, 2, -100]]))[0] == pytest.approx(
+        F.cross_entropy(scores[0, :2], torch.tensor([0, 2])).item()
+    )
+
+
+def test_losses_of_classes_numbers_and_models():
+    scores, labels = torch.randn(30, 5), torch.randint(5, (30,))
+    assert measured("loss", scores, labels)[0] == pytest.approx(F.cross_entropy(scores, labels).item(), rel=1e-5)
+    target = torch.randn(30, 5)
+    assert measured("loss", scores, target)[0] == pytest.approx(F.mse_loss(scores, target).item(), rel=1e-5)
+    own = {"loss": torch.tensor(0.25), "logits": scores[:7]}
+    running = RunningMetric(as_metric("loss"))
+    running.add(Batch(0, 7, target=labels[:7]), own)
+    assert running.done()[0] == 0.25
+
+
+def test_retrieval_finds_the_neighbour_of_the_same_label():
+    centres = torch.eye(4)[torch.arange(40) % 4]
+    labels = torch.arange(40) % 4
+    assert measured("retrieval", centres + 0.01 * torch.randn(40, 4), labels)[0] == 1.0
+    labels[0] = 9  # alone with its label
+    assert measured("retrieval", centres + 0.01 * torch.randn(40, 4), labels)[0] < 1.0
+
+
+def test_a_number_per_batch_is_weighted_by_samples():
+    values, per_batch = measured(lambda output, target: output.mean(), torch.arange(10.0), torch.zeros(10), step=7)
+    assert values == pytest.approx(4.5)
+    assert len(per_batch) == 2
+
+
+def test_less_may_be_better():
+    error = Metric("error", lambda output, target: (output - target).abs(), greater_is_better=False)
+    pair = [RunningMetric(error), RunningMetric(error)]
+    for running, shift in zip(pair, (1.0, 3.0), strict=True):
+        running.add(Batch(0, 4, target=torch.zeros(4)), torch.zeros(4) + shift)
+    found = RunningMetric.compare(*pair)
+    assert (found.original, found.reorganized, found.drop, found.per_sample) == (1.0, 3.0, 2.0, True)
+
+
+@pytest.mark.parametrize(
+    ("metric", "output", "target", "message"),
+    [
+        ("accuracy", torch.zeros(4, 3), torch.zeros(4, 2, dtype=torch.long), "one class per row"),
+        ("loss", torch.zeros(4, 3), torch.zeros(4, 2), "expected a target of shape"),
+        ("retrieval", torch.zeros(4, 3, 2), torch.zeros(4), "one vector and one label"),
+        ("retrieval", torch.zeros(1, 3), torch.zeros(1), "at least two"),
+        (lambda output, target: torch.zeros(3), torch.zeros(4, 3), torch.zeros(4), "one for each of the 4 samples"),
+        ("bleu", torch.zeros(4, 3), torch.zeros(4), "must be one of accuracy"),
+    ],
+)
+def test_what_does_not_fit_is_refused(metric, output, target, message):
+    with pytest.raises(InvalidOption, match=message):
+        measured(metric, output, target)
+
+
+def test_a_metric_needs_targets():
+    with pytest.raises(InvalidOption, match="needs a target"):
+        RunningMetric(as_metric("accuracy")).add(Batch(0, 2), torch.zeros(2, 2))
