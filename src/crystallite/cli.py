@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from crystallite.errors import CrystalliteError, InvalidOption
+from crystallite.report import command as report
 from crystallite.validation import command as validate
 
 if TYPE_CHECKING:
@@ -110,6 +111,7 @@ def _parser() -> argparse.ArgumentParser:
     reorganize.set_defaults(run=_reorganize)
 
     validate.add_parser(commands)
+    report.add_parser(commands)
 
     demo = commands.add_parser(
         "demo",

@@ -24,10 +24,18 @@ from crystallite.structure.strong import packed
 from crystallite.weights.checkpoint import Checkpoint
 from crystallite.weights.layers import Layer
 
-__all__ = ["MatrixAnalysis", "Options", "analyze_layer"]
+__all__ = [
+    "FEW_HUBS",
+    "MatrixAnalysis",
+    "Options",
+    "analyze_layer",
+    "anneal_layer",
+    "channel_mask",
+    "structure_of_layer",
+]
 
 _PROFILE_POINTS = 24
-_FEW_HUBS, _MOST_HUB_EDGES = 16, 1_000_000  # beyond, the search for hubs would outlast everything else
+FEW_HUBS, _MOST_HUB_EDGES = 16, 1_000_000  # beyond, the search for hubs would outlast everything else
 _ACTIVE = 0.8  # a split counts where at least this share of the neurons is in some block
 
 
@@ -98,12 +106,12 @@ class MatrixAnalysis:
 def analyze_layer(checkpoint: Checkpoint, layer: Layer, options: Options) -> MatrixAnalysis:
     """The record of one layer. Reads its tensor once per pass and keeps nothing of it."""
     parts = layer.matrices(checkpoint)
-    annealings = [_anneal(checkpoint, layer, label, matrix, options) for label, matrix in parts]
+    annealings = [anneal_layer(checkpoint, layer, label, matrix, options) for label, matrix in parts]
     first = annealings[0]
     worst = max(annealings, key=lambda a: a.null_fit)
     kept = sum(a.kept for a in annealings)
     entries = max(1, sum(a.magnitudes.bits.size for a in annealings))
-    structure, directed, edges = _structure(layer, annealings)
+    structure, directed, edges = structure_of_layer(layer, annealings)
     shares = [a.class_shares or {} for a in annealings]
     record: dict[str, Any] = {
         "name": layer.name,
@@ -158,7 +166,7 @@ def _state(control: Shuffled, edges: int) -> dict[str, Any]:
     return {"n_blocks": int(control.n_blocks[at]), "largest_share": float(control.largest_share[at])}
 
 
-def _anneal(checkpoint: Checkpoint, layer: Layer, label: str, matrix: Any, options: Options) -> Annealing:
+def anneal_layer(checkpoint: Checkpoint, layer: Layer, label: str, matrix: Any, options: Options) -> Annealing:
     name = f"{layer.name}[{label}]" if label else layer.name
     hidden = layer.rows if layer.feedback else layer.rows // layer.gates  # input weights keep their gates stacked
     drawn = candidates(layer.kind, layer.fan_in, layer.fan_out, hidden=hidden, config=checkpoint.config)
@@ -168,7 +176,9 @@ def _anneal(checkpoint: Checkpoint, layer: Layer, label: str, matrix: Any, optio
     return anneal(matrix, null, options.level, options.correction, options.random_walk, options.rule, name=name)
 
 
-def _structure(layer: Layer, annealings: list[Annealing]) -> tuple[BipartiteStructure, DirectedStructure | None, int]:
+def structure_of_layer(
+    layer: Layer, annealings: list[Annealing]
+) -> tuple[BipartiteStructure, DirectedStructure | None, int]:
     """Blocks of the layer's neurons and the number of edges: one wherever any gate, or place of a kernel, keeps it."""
     if layer.feedback:
         words: Any = 0
@@ -182,11 +192,11 @@ def _structure(layer: Layer, annealings: list[Annealing]) -> tuple[BipartiteStru
     if not layer.kernel:
         (a,) = annealings
         return decompose(a.matrix, threshold=_limit(a), name=layer.name), None, a.kept
-    mask = _channels(np.asarray(annealings[0].mask), int(np.prod(layer.kernel)), layer.groups or 1)
+    mask = channel_mask(np.asarray(annealings[0].mask), int(np.prod(layer.kernel)), layer.groups or 1)
     return decompose(mask, name=layer.name), None, int(mask.sum())
 
 
-def _channels(mask: np.ndarray, positions: int, groups: int) -> np.ndarray:
+def channel_mask(mask: np.ndarray, positions: int, groups: int) -> np.ndarray:
     """(out, in) channels of a convolution's mask; each group of outputs has inputs of its own."""
     within = mask.reshape(groups, len(mask) // groups, -1, positions).any(3)  # (groups, outputs, inputs)
     result = np.zeros((groups, within.shape[1], groups, within.shape[2]), bool)
@@ -256,7 +266,7 @@ def _hubs(a: Annealing, layer: Layer, structure: BipartiteStructure) -> dict[str
     """The hubs of a matrix that is one block at its level; None where it is not, or where the search is too long."""
     if a.kept > _MOST_HUB_EDGES or structure.largest_share < 0.5:
         return None
-    found = hubs(a.matrix, threshold=_limit(a), max_hubs=_FEW_HUBS, name=layer.name)
+    found = hubs(a.matrix, threshold=_limit(a), max_hubs=FEW_HUBS, name=layer.name)
     return {
         "separates": found.separates,
         "count": found.n_hubs,

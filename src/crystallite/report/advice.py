@@ -1,0 +1,52 @@
+"""What a reader can do next, from what was found."""
+
+from __future__ import annotations
+
+from crystallite.analysis import Analysis
+
+__all__ = ["next_steps"]
+
+
+def next_steps(analysis: Analysis) -> list[tuple[str, str]]:
+    """Sentences, each with the call that does it or ""; best first.
+
+    >>> import torch
+    >>> from crystallite.analysis import analyze
+    >>> next_steps(analyze(torch.nn.Linear(64, 32)))[0][0][:40]
+    'Nothing here differs from initialisation'
+    """
+    found = [row.finding for row in analysis.rows]
+    options = analysis.options
+    call = f'cx.reorganize(model, level={options.level!r}, rule="{options.rule}")'
+    steps = []
+    if count := found.count("separate"):
+        steps.append((f"Rebuild the {_matrices(count)} that fall into blocks, exactly as annealed.", call))
+    if count := found.count("hubs"):
+        steps.append(
+            (f"Set the hubs of {_matrices(count)} aside: bordered blocks compute the rest apart.", "cx.BorderedLinear")
+        )
+    if count := found.count("nested"):
+        split = next(row for row in analysis.rows if row.finding == "nested").best_split or {}
+        text = f"Try the stricter level at which {_matrices(count)} divide; the slider below shows where."
+        steps.append((text, f"cx.decompose(w, threshold={split.get('threshold', 0.0):.4g})"))
+    if found and all(finding in ("noise", "empty") for finding in found):
+        return [("Nothing here differs from initialisation: check that these are trained weights.", "")]
+    if "separate" not in found:
+        steps.append(
+            (
+                "Without training: fit cheaper operators that keep the function, judged on held-out data.",
+                "cx.reorganize(model, budget=0.5, calibration=batches)",
+            )
+        )
+        steps.append(
+            (
+                "With training: continue until the network separates exactly.",
+                "cx.upgrade(model, blocks=4, data=loader, loss=loss_fn)",
+            )
+        )
+    steps.append(("Check any result against the original on your own data.", "cx.validate(model, small, data)"))
+    return steps
+
+
+def _matrices(count: int) -> str:
+    return "one matrix" if count == 1 else f"{count} matrices"

