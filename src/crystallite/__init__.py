@@ -4,8 +4,10 @@ from crystallite.analysis import Analysis, MatrixAnalysis, analyze
 from crystallite.annealing import nulls
 from crystallite.annealing.anneal import Annealing, anneal
 from crystallite.artifact import LoadedBlock, attach_verdict, load, load_block, read_manifest, save, source_sha256
+from crystallite.discovery import Modules, discover
 from crystallite.errors import CheckpointError, CrystalliteError, InvalidMap, InvalidMatrix, InvalidOption
 from crystallite.maps import Embedding, Permutation, Projection
+from crystallite.monitoring import StructureMonitor
 from crystallite.operators.chain import BlockChain
 from crystallite.operators.conv import BlockConv
 from crystallite.operators.coupling import BorderedLinear, CoupledLinear
@@ -49,9 +51,11 @@ __all__ = [
     "LevelProfile",
     "LoadedBlock",
     "MatrixAnalysis",
+    "Modules",
     "Permutation",
     "Projection",
     "Report",
+    "StructureMonitor",
     "Subnetworks",
     "Sweep",
     "Table",
@@ -60,6 +64,7 @@ __all__ = [
     "anneal",
     "attach_verdict",
     "decompose",
+    "discover",
     "hubs",
     "level_profile",
     "load",

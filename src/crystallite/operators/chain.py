@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
@@ -12,14 +13,15 @@ from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 from torch import Tensor, nn
 
-from crystallite.errors import InvalidMatrix
+from crystallite.errors import InvalidMatrix, InvalidOption
 from crystallite.operators.chain_layer import ChainLayer
 from crystallite.operators.engine import (
-    KERNEL_DTYPES,
     Activation,
     Block,
     Plan,
     array,
+    as_rows,
+    can_plan,
     can_run_compiled,
     in_order,
     joined,
@@ -69,7 +71,7 @@ class BlockChain(nn.Module):
         self.activations = nn.ModuleList(activations)
         self.register_buffer("outputs", outputs)
         self.register_buffer("empty", made[0].empty, persistent=False)
-        self._plan = Plan([], [])
+        self._plan = Plan()
 
     @classmethod
     def from_dense(cls, layers: Sequence[nn.Linear], activations: Sequence[nn.Module]) -> BlockChain:
@@ -81,6 +83,10 @@ class BlockChain(nn.Module):
             raise InvalidMatrix(
                 f"expected {len(layers) - 1} activations between {len(layers)} layers, got {len(activations)}"
             )
+        for activation in activations:
+            mixing = [m for m in activation.modules() if not isinstance(m, (*ELEMENTWISE, nn.Sequential))]
+            if mixing:
+                raise InvalidOption(f"expected functions of single neurons between layers, got {mixing[0]}")
         structures = [decompose(layer.weight.detach(), name=f"layer {i}") for i, layer in enumerate(layers)]
         arranged = _arranged(structures)
         device = layers[0].weight.device
@@ -91,7 +97,7 @@ class BlockChain(nn.Module):
             place = np.argsort(rows, kind="stable")
         made[-1].neurons = None  # `outputs` says it
         outputs = None if in_order(place) else torch.from_numpy(place).to(device)
-        return cls(made, activations, outputs)
+        return cls(made, copy.deepcopy(list(activations)), outputs)
 
     def _layers(self) -> Iterator[ChainLayer]:
         for layer in self.layers:
@@ -144,10 +150,10 @@ class BlockChain(nn.Module):
         if x.shape[-1] != self.in_features:
             raise InvalidMatrix(f"expected {self.in_features} input features, got shape {tuple(x.shape)}")
         if can_run_compiled(x, self):
-            plan = self._plan if self._plan.valid() else self._planned()
-            if plan.suits(x):
+            plan = self._plan if self._plan.valid() else self._planned(x)
+            if plan.macs and self.empty.dtype == x.dtype:
                 return run(plan, x)
-        state = x.reshape(-1, self.in_features).t()
+        state = as_rows(x).t()
         for i, layer in enumerate(self._layers()):
             state = layer(state)
             if i < len(self.activations):
@@ -155,16 +161,14 @@ class BlockChain(nn.Module):
         y = state.t() if self.outputs is None else state.t().index_select(1, self.outputs)
         return y.reshape(*x.shape[:-1], self.out_features)
 
-    def _planned(self) -> Plan:
-        if self.empty.dtype not in KERNEL_DTYPES:
-            return self._plan  # an empty one
-        activations = [_Between(activation) for activation in self.activations]
-        last = len(self.layers) - 1
-        stages = [layer.stage(relu=i < last and activations[i].is_relu) for i, layer in enumerate(self._layers())]
-        self._plan = Plan(
-            self.modules(), stages, array(self.outputs), array(None, self.empty), self.out_features,
-            [between.rest for between in activations],
-        )  # fmt: skip
+    def _planned(self, x: Tensor) -> Plan:
+        self._plan = Plan()
+        if can_plan(self, x):
+            between = [_Between(activation) for activation in self.activations]
+            relus = [*(activation.is_relu for activation in between), False]
+            stages = [layer.stage(relu) for layer, relu in zip(self._layers(), relus, strict=True)]
+            ends = array(self.outputs), array(None, self.empty), self.out_features
+            self._plan = Plan(self, stages, *ends, [activation.rest for activation in between])
         return self._plan
 
     def subnetworks(self) -> list[tuple[nn.Sequential, Tensor, Tensor]]:

@@ -209,7 +209,7 @@ class BlockConv(nn.Module):
         if self.outputs is None:
             return y
         y = y.index_select(channel, self.outputs)
-        return y if self.bias is None else y + self.bias.view(-1, *[1] * spatial)
+        return y if self.bias is None else y + self.bias.to(y.dtype).view(-1, *[1] * spatial)
 
     def _given(self, x: Tensor, channel: int, first: int, count: int) -> Tensor:
         if self.inputs is None:

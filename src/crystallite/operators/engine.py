@@ -15,18 +15,21 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.nn.utils.parametrize import is_parametrized
 
 from crystallite.errors import InvalidMatrix
 from crystallite.operators import block_kernels as kernels
 from crystallite.parallel import over_tasks
 
 __all__ = [
-    "KERNEL_DTYPES",
     "Activation",
     "Block",
     "Plan",
     "Stage",
     "array",
+    "as_rows",
+    "can_plan",
     "can_run_compiled",
     "cut",
     "empty_blocks",
@@ -40,7 +43,8 @@ Block = tuple[np.ndarray, np.ndarray]  # rows and columns
 Activation = Callable[[Tensor], Tensor]
 Piece = tuple[int, int, int, int, int]  # of a stage: stack, its rows from and to, its first column, its first row
 
-KERNEL_DTYPES = (torch.float32, torch.float64)
+_CODES = {torch.float32: "<f4", torch.float64: "<f8", torch.int64: "<i8"}
+_KERNEL_DTYPES = (torch.float32, torch.float64)
 _FEW = 3  # samples up to which a row at a time is faster than a panel that is mostly empty
 _ROW_RATE, _LINE_RATE = 6e9, 35e9  # multiply-adds per second of one core, one sample at a time and in panels
 _WORTH_A_THREAD = 250e-6  # seconds of work; handing some to another thread costs a third of that
@@ -93,16 +97,27 @@ def products(state: Tensor, weights: Iterable[Tensor], bias: Tensor | None, rows
         row, column = row + count * height, column + count * depth
     if row < rows or not made:
         idle = state.new_zeros(rows - row) if bias is None else bias.narrow(0, row, rows - row)
+        idle = idle.to(made[0].dtype) if made else idle  # autocast makes products of another dtype
         made.append(idle[:, None].expand(-1, state.shape[1]))
-    return made[0] if len(made) == 1 else torch.cat(made)
+    return torch.cat(made) if len(made) > 1 or row < rows else made[0]  # never the bias itself
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """(…, features) → (samples, features)."""
+    return x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)
 
 
 def can_run_compiled(x: Tensor, module: nn.Module) -> bool:
-    """Whether nothing watches or rewrites this computation, and the kernels know its numbers.
+    """Whether the kernels know these numbers, and nothing needs PyTorch's own operations.
 
-    Gradients, tracing, compiling, vmap, autocast and dispatch modes (such as counters of operations) need PyTorch's.
+    That is gradients of both modes, tracing, compiling, vmap, autocast, and dispatch modes such as counters.
     """
-    if torch.compiler.is_compiling() or type(x) is not Tensor or x.device.type != "cpu" or x.dtype not in KERNEL_DTYPES:
+    if (
+        torch.compiler.is_compiling()
+        or type(x) is not Tensor
+        or x.device.type != "cpu"
+        or x.dtype not in _KERNEL_DTYPES
+    ):
         return False
     if torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in module.parameters())):
         return False
@@ -111,6 +126,7 @@ def can_run_compiled(x: Tensor, module: nn.Module) -> bool:
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch.is_autocast_enabled("cpu")
         or torch._C._get_tracing_state() is not None
+        or forward_ad._current_level >= 0
     )
 
 
@@ -135,7 +151,7 @@ class Stage:
     def shares(self, threads: int) -> list[list[Piece]]:
         """Equal shares of the multiply-adds, one for each thread."""
         if threads not in self._shares:
-            self._shares[threads] = [[] for _ in range(threads)]
+            shares: list[list[Piece]] = [[] for _ in range(threads)]
             before = row = column = 0
             for i, weight in enumerate(self.weights):
                 count, height, depth = weight.shape
@@ -143,15 +159,16 @@ class Stage:
                 bounds = [min(max(bound, 0), count * height) for bound in bounds]
                 if depth == 0:  # dormant rows go to the first
                     bounds[1:] = [count * height] * threads
-                for share, (low, high) in zip(self._shares[threads], pairwise(bounds), strict=True):
+                for share, (low, high) in zip(shares, pairwise(bounds), strict=True):
                     if low < high:
                         share.append((i, low, high, column, row))
                 before, row, column = before + weight.size, row + count * height, column + count * depth
+            self._shares[threads] = shares  # whole, as other threads may look
         return self._shares[threads]
 
 
 class Plan:
-    """The arrays of a module's layers, valid as long as its parameters and tables stay where they are.
+    """The arrays of a module's layers, valid as long as its parts stay what and where they are.
 
     Making arrays of tensors takes longer than a product of small blocks, so it is done once. Copies of a module start
     without a plan.
@@ -161,41 +178,70 @@ class Plan:
     """
 
     def __init__(
-        self, modules: Iterable[nn.Module], stages: list[Stage], places: np.ndarray = _NOWHERE,
+        self, module: nn.Module | None = None, stages: Sequence[Stage] = (), places: np.ndarray = _NOWHERE,
         bias: np.ndarray = _NOWHERE, outputs: int = 0, activations: Sequence[Activation | None] = (),
     ) -> None:  # fmt: skip
         self.stages, self.places, self.bias, self.outputs = stages, places, bias, outputs
         self.activations = activations
-        modules = list(modules)
-        homes = [home for module in modules for home in (module._parameters, module._buffers)]
-        self._seen = [(home, name, t, t.data_ptr()) for home in homes for name, t in home.items() if t is not None]
-        self._modes = [(module, module.training) for module in modules if isinstance(module, nn.Dropout)]
-        self._dtypes = {tensor.dtype for _, _, tensor, _ in self._seen if tensor.is_floating_point()}
+        parts = [] if module is None else list(module.modules())
+        homes = [home for part in parts for home in (part._parameters, part._buffers)]
+        self._tensors = [(home, name, t, t.data_ptr()) for home in homes for name, t in home.items() if t is not None]
+        self._children = [(part._modules, name, child) for part in parts for name, child in part._modules.items()]
+        self._hooks = [hooks for part in parts[1:] for hooks in (part._forward_hooks, part._forward_pre_hooks)]
+        self._modes = [(part, part.training) for part in parts if isinstance(part, nn.Dropout)]
         self.macs = sum(stage.macs for stage in stages)
         self.width = max((stage.rows for stage in stages), default=0)
 
     def valid(self) -> bool:
-        for home, name, tensor, place in self._seen:
-            if home.get(name) is not tensor or tensor.data_ptr() != place:
+        for tensors, name, tensor, place in self._tensors:
+            if tensors.get(name) is not tensor or tensor.data_ptr() != place:
                 return False
-        return bool(self._seen) and all(module.training == training for module, training in self._modes)
-
-    def suits(self, x: Tensor) -> bool:
-        """Whether there is something to do, in one kind of number."""
-        return self.macs > 0 and self._dtypes == {x.dtype}
+        for children, name, child in self._children:
+            if children.get(name) is not child:
+                return False
+        return self.macs > 0 and not any(self._hooks) and all(part.training == mode for part, mode in self._modes)
 
     def __deepcopy__(self, _memo: Any) -> Plan:
-        return Plan([], [])
+        return Plan()
 
-    def __reduce__(self) -> tuple[type[Plan], tuple[list, list]]:
-        return Plan, ([], [])
+    def __reduce__(self) -> tuple[type[Plan], tuple[()]]:
+        return Plan, ()
+
+
+def can_plan(module: nn.Module, x: Tensor) -> bool:
+    """Whether all numbers of a module are x's kind and lie where its own tensors say, in one piece."""
+    parts = list(module.modules())
+    tensors = [*module.parameters(), *module.buffers()]
+    return (
+        all(t.is_contiguous() and t.device == x.device for t in tensors)
+        and {t.dtype for t in tensors if t.is_floating_point()} == {x.dtype}
+        and not any(part._forward_hooks or part._forward_pre_hooks for part in parts[1:])
+        and not any(is_parametrized(part) for part in parts)
+    )
+
+
+class _Memory:
+    """What numpy asks for to see a tensor's memory; `Tensor.numpy` would forbid to resize it ever after."""
+
+    __slots__ = ("__array_interface__", "tensor")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor  # stays alive
+        self.__array_interface__ = {
+            "version": 3,
+            "shape": tuple(tensor.shape),
+            "typestr": _CODES[tensor.dtype],
+            "data": (tensor.data_ptr(), False),
+        }
 
 
 def array(tensor: Tensor | None, like: Tensor | None = None) -> np.ndarray:
-    """The memory of a tensor on the CPU as an array; no tensor is an empty one of the kind of `like`, or of indices."""
+    """The memory of a contiguous tensor; no tensor is an empty array of the kind of `like`, or of indices."""
     if tensor is None:
-        return np.zeros(0, np.int64) if like is None else like[:0].detach().numpy()
-    return tensor.detach().contiguous().numpy()
+        return np.zeros(0, _CODES[torch.int64 if like is None else like.dtype])
+    if not tensor.numel():
+        return np.zeros(tuple(tensor.shape), _CODES[tensor.dtype])
+    return np.asarray(_Memory(tensor))
 
 
 def joined(indices: Sequence[np.ndarray]) -> np.ndarray:
@@ -204,8 +250,7 @@ def joined(indices: Sequence[np.ndarray]) -> np.ndarray:
 
 def run(plan: Plan, x: Tensor) -> Tensor:
     """(…, features) → (…, outputs) through all stages."""
-    flat = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-    rows = flat.detach().contiguous().numpy()
+    rows = array((x if x.dim() == 2 else as_rows(x)).contiguous())
     y = np.empty((len(rows), plan.outputs), rows.dtype)
     few = len(rows) <= _FEW
     threads = torch.get_num_threads()
@@ -265,4 +310,4 @@ def _products(kernel: Any, stage: Stage, state: np.ndarray, out: np.ndarray, thr
 
 def _activated(plan: Plan, state: np.ndarray, i: int) -> np.ndarray:
     activation = plan.activations[i] if i < len(plan.activations) else None
-    return state if activation is None else activation(torch.from_numpy(state)).detach().contiguous().numpy()
+    return state if activation is None else array(activation(torch.from_numpy(state)).contiguous())

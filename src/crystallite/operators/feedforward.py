@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from crystallite.errors import InvalidMatrix, InvalidOption
+from crystallite.operators.engine import as_rows
 from crystallite.structure.decompose import decompose
 from crystallite.structure.levels import chain_labels
 
@@ -134,10 +135,10 @@ class BlockFeedForward(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if x.shape[-1] != self.in_features:
             raise InvalidMatrix(f"expected {self.in_features} input features, got shape {tuple(x.shape)}")
-        flat = x.reshape(-1, self.in_features)
+        flat = as_rows(x)
         parts = [channel(flat, self.activation) for channel in self.channels]
         y: Tensor = sum(parts[1:], parts[0])
-        y = y if self.bias is None else y + self.bias
+        y = y if self.bias is None else y + self.bias.to(y.dtype)
         return y.view(*x.shape[:-1], self.out_features)
 
     def to_dense(self) -> FeedForward:
@@ -258,7 +259,7 @@ class _Stacks(nn.Module):
         """(batch, columns of all blocks) → (blocks, batch, columns) for each run."""
         widths = [len(stack) * stack.shape[2] for stack in self.weights]
         pieces = zip(x.split(widths, 1), self.weights, strict=True)
-        return [piece.view(len(x), len(stack), stack.shape[2]).transpose(0, 1) for piece, stack in pieces]
+        return [piece.unflatten(1, (len(stack), stack.shape[2])).transpose(0, 1) for piece, stack in pieces]
 
     def forward(self, pieces: list[Tensor]) -> list[Tensor]:
         biases = self.biases if len(self.biases) else [None] * len(pieces)
@@ -269,7 +270,7 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """(blocks, batch, columns) × (blocks, rows, columns) + (blocks, 1, rows) → (blocks, batch, rows)."""
     blocks, rows, _ = weight.shape
     if not weight.numel():  # dormant rows
-        return x.new_zeros(blocks, x.shape[1], rows) if bias is None else bias.expand(-1, x.shape[1], -1)
+        return x.new_zeros(blocks, x.shape[1], rows) + (0 if bias is None else bias)  # never the bias itself
     if blocks == 1:
         return F.linear(x[0], weight[0], None if bias is None else bias[0, 0])[None]
     turned = weight.transpose(1, 2)

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from crystallite.arrays import as_matrix
 from crystallite.errors import InvalidMatrix
 from crystallite.operators.engine import (
-    KERNEL_DTYPES,
     Block,
     Plan,
     Stage,
     array,
+    as_rows,
+    can_plan,
     can_run_compiled,
     cut,
     empty_blocks,
@@ -72,7 +73,7 @@ class BlockLinear(nn.Module):
         self.register_buffer("empty", empty, persistent=False)
         self.register_buffer("columns", columns)
         self.register_buffer("outputs", outputs)
-        self._plan = Plan([], [])
+        self._plan = Plan()
 
     @classmethod
     def from_dense(cls, weight: Tensor, bias: Tensor | None, structure: BipartiteStructure) -> BlockLinear:
@@ -143,24 +144,24 @@ class BlockLinear(nn.Module):
         if x.shape[-1] != self.in_features:
             raise InvalidMatrix(f"expected {self.in_features} input features, got shape {tuple(x.shape)}")
         if can_run_compiled(x, self):
-            plan = self._plan if self._plan.valid() else self._planned()
-            if plan.suits(x):
+            plan = self._plan if self._plan.valid() else self._planned(x)
+            if plan.macs and self.empty.dtype == x.dtype:
                 return run(plan, x)
-        flat = x.reshape(-1, self.in_features)
+        flat = as_rows(x)
         read = flat.narrow(1, 0, self._reads) if self.columns is None else flat.index_select(1, self.columns)
         if self.outputs is None:  # the rows come in order, dormant ones last
             y = products(read.t(), self.weights, self.bias, self.out_features).t()
         else:
             rows = products(read.t(), self.weights, None, min(self._writes + 1, self.out_features))
             y = rows.t().index_select(1, self.outputs)
-            y = y if self.bias is None else y + self.bias
+            y = y if self.bias is None else y + self.bias.to(y.dtype)  # autocast makes products of another dtype
         return y.reshape(*x.shape[:-1], self.out_features)
 
-    def _planned(self) -> Plan:
-        if self.empty.dtype not in KERNEL_DTYPES:
-            return self._plan  # an empty one
-        stage = Stage([array(w) for w in self.weights], array(None, self.empty), array(self.columns), relu=False)
-        self._plan = Plan(self.modules(), [stage], array(self.outputs), array(self.bias, self.empty), self.out_features)
+    def _planned(self, x: Tensor) -> Plan:
+        self._plan = Plan()
+        if can_plan(self, x):
+            stage = Stage([array(w) for w in self.weights], array(None, self.empty), array(self.columns), relu=False)
+            self._plan = Plan(self, [stage], array(self.outputs), array(self.bias, self.empty), self.out_features)
         return self._plan
 
     @property

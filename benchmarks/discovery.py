@@ -1,0 +1,218 @@
+"""Are functional modules found where tasks were planted, and nowhere else?
+
+    python -m benchmarks discovery
+
+Networks are trained on k tasks at once: k digits side by side, drawn independently, all pixels scrambled, a head for
+each. The controls have a single task. MNIST (mnist.npz with Xtr, ytr) is taken from CRYSTALLITE_MNIST or
+../shared/data/mnist.npz where there is one. The constants of discovery/coclustering.py were read off this table.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, mse_loss
+
+from benchmarks.timing import show, store
+from crystallite.discovery import discover
+from crystallite.discovery.coclustering import agreement
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Tasks:
+    """k images of one set side by side, scrambled; the target is a digit for each."""
+
+    images: Tensor
+    digits: Tensor
+    k: int
+    order: Tensor
+    shared: int = 0  # pixels at the end of an image that lie on the first pixels of the next
+    repeated: float = 0.0  # how often all images are the same one
+
+    def draw(self, samples: int) -> tuple[Tensor, Tensor]:
+        index = torch.randint(len(self.images), (samples, self.k))
+        index = torch.where(torch.rand(samples, 1) < self.repeated, index[:, :1], index)
+        size = self.images.shape[1]
+        x = torch.zeros(samples, self.k * size - (self.k - 1) * self.shared)
+        for task in range(self.k):
+            start = task * (size - self.shared)
+            x[:, start : start + size] += self.images[index[:, task]]
+        return x[:, self.order], self.digits[index]
+
+    @property
+    def truth(self) -> np.ndarray:
+        """The task of every pixel; −1 for those of two."""
+        size = self.images.shape[1] - self.shared
+        task = np.minimum(np.arange(len(self.order)) // size, self.k - 1)
+        double = (np.arange(len(self.order)) % size < self.shared) & (np.arange(len(self.order)) >= size)
+        double &= np.arange(len(self.order)) < self.k * size
+        return np.where(double, -1, task)[self.order.numpy()]
+
+
+def tasks(images: Tensor, digits: Tensor, k: int, shared: int = 0, repeated: float = 0.0) -> Tasks:
+    order = torch.randperm(k * images.shape[1] - (k - 1) * shared)
+    return Tasks(images, digits, k, order, shared, repeated)
+
+
+def mlp(*sizes: int, activation: type[nn.Module] = nn.ReLU) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for before, after in pairwise(sizes):
+        layers += [nn.Linear(before, after), activation()]
+    return nn.Sequential(*layers[:-1])
+
+
+def heads(logits: Tensor, digits: Tensor) -> Tensor:
+    return cross_entropy(logits.unflatten(1, (digits.shape[1], -1)).flatten(0, 1), digits.flatten())
+
+
+def train(
+    model: nn.Module, source: Tasks, loss: Loss = heads, steps: int = 400, optimizer: str = "adam", l1: float = 0.0
+) -> nn.Module:
+    step = {
+        "adam": lambda p: torch.optim.Adam(p, 1e-3),
+        "adamw": lambda p: torch.optim.AdamW(p, 3e-3, weight_decay=0.1),
+        "sgd": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
+    }[optimizer](model.parameters())
+    for _ in range(steps):
+        x, y = source.draw(128)
+        total = loss(model(x), y) + l1 * sum(p.abs().sum() for p in model.parameters() if p.ndim > 1)
+        step.zero_grad()
+        total.backward()
+        step.step()
+    return model
+
+
+def row(name: str, model: nn.Module, source: Tasks, expected: int, outputs: np.ndarray | None = None) -> dict:
+    x, _ = source.draw(1500)
+    start = time.perf_counter()
+    found = discover(model, x)
+    seconds = time.perf_counter() - start
+    result = {"network": name, "planted": expected, "found": found.k}
+    result |= {f"sigma_{i + 1}": round(float(s), 3) for i, s in enumerate(found.spectrum[:6]) if i}
+    result |= {"gap": round(found.gap, 2), "stability": round(found.stability, 3), "seconds": round(seconds, 2)}
+    if expected > 1:
+        of_one = (source.truth >= 0) & (found.inputs >= 0)
+        result["purity"] = round(agreement(found.inputs[of_one], source.truth[of_one]), 4)
+        truth = np.arange(len(found.outputs)) * expected // len(found.outputs) if outputs is None else outputs
+        result["outputs_right"] = round(agreement(found.outputs, truth), 3)
+    shares = found.energy / found.energy.sum(1, keepdims=True)
+    result["dormant"] = int((found.inputs < 0).sum())
+    most = shares[:, found.inputs < 0].sum(1).max()  # for the output that they mean most to
+    result["dormant_energy"] = float(f"{most:.1e}")
+    print(f"  {name}: planted {expected}, found {found.k}", flush=True)
+    return result
+
+
+def planted(images: Tensor, digits: Tensor, seeds: Iterable[int]) -> list[dict]:
+    rows = []
+    size = images.shape[1]
+    for seed in seeds:
+        torch.manual_seed(seed)
+        for k in (2, 3, 4):
+            for optimizer in ("adam", "sgd"):
+                source = tasks(images, digits, k)
+                model = train(mlp(k * size, 128, 128, 10 * k), source, optimizer=optimizer)
+                rows.append(row(f"{k} tasks, {optimizer}", model, source, k))
+        for shared in (size // 4, size // 2):
+            source = tasks(images, digits, 2, shared=shared)
+            model = train(mlp(2 * size - shared, 128, 128, 20), source)
+            rows.append(row(f"2 tasks, {shared} pixels of both", model, source, 2))
+        for repeated in (0.25, 0.5):
+            source = tasks(images, digits, 2, repeated=repeated)
+            rows.append(
+                row(f"2 tasks, {repeated:.0%} the same image", train(mlp(2 * size, 128, 128, 20), source), source, 2)
+            )
+        source = tasks(images, digits, 2)
+        one_each = train(mlp(2 * size, 128, 128, 2), source, lambda z, y: mse_loss(z, (y % 2).float()))
+        rows.append(row("2 tasks, one output each", one_each, source, 2))
+        uneven = train(
+            mlp(2 * size, 128, 128, 12),
+            source,
+            lambda z, y: cross_entropy(z[:, :10], y[:, 0]) + cross_entropy(z[:, 10:], y[:, 1] % 2),
+        )
+        rows.append(row("10 outputs and 2", uneven, source, 2, np.repeat([0, 1], [10, 2])))
+    return rows
+
+
+def controls(images: Tensor, digits: Tensor, seeds: Iterable[int]) -> list[dict]:
+    rows = []
+    size = images.shape[1]
+    side = int(size**0.5)
+    for seed in seeds:
+        torch.manual_seed(seed)
+        source = tasks(images, digits, 1)
+        straight = Tasks(images, digits, 1, torch.arange(size))
+        noise = Tasks(images, torch.randint(10, digits.shape), 1, source.order)
+        rows.append(row("untrained", mlp(size, 128, 128, 10), source, 1))
+        for optimizer in ("adam", "adamw", "sgd"):
+            rows.append(row(optimizer, train(mlp(size, 128, 128, 10), source, optimizer=optimizer), source, 1))
+        rows.append(row("adam, L1", train(mlp(size, 128, 128, 10), source, l1=1e-4), source, 1))
+        rows.append(row("adam, strong L1", train(mlp(size, 128, 128, 10), source, l1=1e-3), source, 1))
+        rows.append(row("no hidden layer", train(mlp(size, 10), source), source, 1))
+        rows.append(row("narrow", train(mlp(size, 16, 10), source), source, 1))
+        rows.append(row("deep", train(mlp(size, 64, 64, 64, 64, 10), source), source, 1))
+        rows.append(row("tanh", train(mlp(size, 128, 128, 10, activation=nn.Tanh), source), source, 1))
+        rows.append(row("random labels", train(mlp(size, 128, 128, 10), noise), source, 1))
+        parity = train(mlp(size, 128, 2), source, lambda z, y: cross_entropy(z, y[:, 0] % 2))
+        rows.append(row("parity", parity, source, 1))
+        several = train(
+            mlp(size, 128, 128, 3),
+            source,
+            lambda z, y: mse_loss(z, torch.cat([y % 2, y % 3, y // 5], 1).float()),
+        )
+        rows.append(row("three questions about one digit", several, source, 1))
+        convolution = nn.Sequential(
+            nn.Unflatten(1, (1, side, side)), nn.Conv2d(1, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU(),
+            nn.Flatten(), nn.Linear(8 * (side - 4) ** 2, 10),
+        )  # fmt: skip
+        rows.append(row("convolutional", train(convolution, straight, steps=200), straight, 1))
+        autoencoder = mlp(size, 64, 32, 64, size)
+        for step in [torch.optim.Adam(autoencoder.parameters(), 1e-3)] * 500:
+            x, _ = source.draw(128)
+            step.zero_grad()
+            mse_loss(autoencoder(x), x).backward()
+            step.step()
+        rows.append(row("autoencoder", autoencoder, source, 1))
+    return rows
+
+
+def mnist() -> tuple[Tensor, Tensor] | None:
+    shared = Path(__file__).parents[2] / "shared" / "data" / "mnist.npz"
+    path = Path(os.environ.get("CRYSTALLITE_MNIST", shared))
+    if not path.exists():
+        return None
+    with np.load(path) as data:
+        return torch.tensor(data["Xtr"].reshape(-1, 784) / 255).float(), torch.tensor(data["ytr"]).long()
+
+
+def main() -> None:
+    data = load_digits()
+    images, digits = torch.tensor(data.data / 16).float(), torch.tensor(data.target)
+    rows = [{"data": "digits", **r} for r in [*planted(images, digits, range(2)), *controls(images, digits, range(2))]]
+    large = mnist()
+    if large:
+        torch.manual_seed(0)
+        for k in (1, 2, 3):
+            source = tasks(*large, k)
+            model = train(mlp(784 * k, 256, 256, 10 * k), source, steps=2000)
+            rows.append({"data": "MNIST", **row(f"{k} tasks, adam", model, source, k)})
+    wrong = [r for r in rows if r["found"] != r["planted"]]
+    show("functional modules", rows)
+    single = [r["found"] > 1 for r in rows if r["planted"] == 1]
+    print(f"\n{len(wrong)} of {len(rows)} wrong; single tasks that were split: {sum(single)} of {len(single)}")
+    store("discovery", rows)
+
+
+if __name__ == "__main__":
+    main()
