@@ -190,6 +190,9 @@ class Plan:
         self._hooks = [hooks for part in parts[1:] for hooks in (part._forward_hooks, part._forward_pre_hooks)]
         self._modes = [(part, part.training) for part in parts if isinstance(part, nn.Dropout)]
         self.macs = sum(stage.macs for stage in stages)
+        self.dtype = (
+            next((t.dtype for _, _, t, _ in self._tensors if t.is_floating_point()), None) if self.macs else None
+        )
         self.width = max((stage.rows for stage in stages), default=0)
 
     def valid(self) -> bool:

@@ -145,7 +145,7 @@ class BlockLinear(nn.Module):
             raise InvalidMatrix(f"expected {self.in_features} input features, got shape {tuple(x.shape)}")
         if can_run_compiled(x, self):
             plan = self._plan if self._plan.valid() else self._planned(x)
-            if plan.macs and self.empty.dtype == x.dtype:
+            if plan.dtype == x.dtype:
                 return run(plan, x)
         flat = as_rows(x)
         read = flat.narrow(1, 0, self._reads) if self.columns is None else flat.index_select(1, self.columns)
