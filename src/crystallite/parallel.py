@@ -58,22 +58,27 @@ def over_rows(matrix: Magnitudes, work: Callable[[int, int, np.ndarray], None]) 
 
 
 def over_tasks(threads: int, tasks: Iterable[Task], work: Callable[[Task], Result]) -> list[Result]:
-    """[work(task) for task in tasks], the tasks dealt out in order to the calling thread and `threads` − 1 others."""
+    """[work(task) for task in tasks], by the calling thread and `threads` − 1 others, each taking the next one.
+
+    Another thread may come late: for a while after a call of PyTorch its threads hold the cores. What it has not begun
+    when nothing is left to do is not waited for.
+    """
     queue = list(tasks)
-    share = [queue[i::threads] for i in range(threads)]
+    results: list[Any] = [None] * len(queue)
+    numbers = iter(range(len(queue)))  # its next number is given out once, whoever asks
 
-    def run(mine: list[Task]) -> list[Result]:
-        return [work(task) for task in mine]
+    def run() -> None:
+        for i in numbers:
+            results[i] = work(queue[i])
 
-    others = [_workers().submit(run, mine) for mine in share[1:] if mine]
+    others = [_workers().submit(run) for _ in range(min(threads, len(queue)) - 1)]
     try:
-        done = [run(share[0])]
+        run()
     finally:  # nobody may still be writing when the caller goes on
-        failures = [other.exception() for other in others]
+        failures = [other.exception() for other in others if not other.cancel()]
     for failure in filter(None, failures):
         raise failure
-    done += [other.result() for other in others]
-    return [done[i % threads][i // threads] for i in range(len(queue))]
+    return results
 
 
 @functools.cache

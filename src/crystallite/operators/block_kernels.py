@@ -18,7 +18,7 @@ from crystallite.parallel import compiled
 __all__ = ["from_panels", "panel_products", "row_products", "take_rows", "to_panels"]
 
 _lines6, _lines4, _lines2, _lines1 = (line_product(rows) for rows in (6, 4, 2, 1))
-_dots4, _dots1 = dot_rows(4, 2), dot_rows(1, 8)
+_dots4, _dots1, _long_dot = dot_rows(4, 2), dot_rows(1, 2), dot_rows(1, 8)  # the first two sum in the same order
 _LONG = 128  # numbers of a row from which on rows are read one by one, in the order they lie: what prefetchers like
 _CACHE = 1 << 17  # bytes of lines gathered at a time; they stay in the second-level cache while the weights pass
 
@@ -153,7 +153,10 @@ def row_products(weight, low, high, bias, relu, state, columns, first, out, plac
             line = out[i]
             row = begin
             while row < end:
-                if depth < _LONG and row + 4 <= end:
+                if depth >= _LONG:
+                    _long_dot(weight[block], row, x, reads, line, into + row)
+                    row += 1
+                elif row + 4 <= end:
                     _dots4(weight[block], row, x, reads, line, into + row)
                     row += 4
                 else:

@@ -47,6 +47,7 @@ _CODES = {torch.float32: "<f4", torch.float64: "<f8", torch.int64: "<i8"}
 _KERNEL_DTYPES = (torch.float32, torch.float64)
 _FEW = 3  # samples up to which a row at a time is faster than a panel that is mostly empty
 _ROW_RATE, _LINE_RATE = 6e9, 35e9  # multiply-adds per second of one core, one sample at a time and in panels
+_PARTS = 4  # of the work for each thread: who is late does fewer of them
 _WORTH_A_THREAD = 250e-6  # seconds of work; handing some to another thread costs a third of that
 _STATE_BYTES = 1 << 20  # of a state that is worked on at a time
 _NOWHERE = np.zeros(0, np.int64)
@@ -148,23 +149,23 @@ class Stage:
     def macs(self) -> int:
         return sum(w.size for w in self.weights)
 
-    def shares(self, threads: int) -> list[list[Piece]]:
-        """Equal shares of the multiply-adds, one for each thread."""
-        if threads not in self._shares:
-            shares: list[list[Piece]] = [[] for _ in range(threads)]
+    def shares(self, count: int) -> list[list[Piece]]:
+        """So many equal shares of the multiply-adds."""
+        if count not in self._shares:
+            shares: list[list[Piece]] = [[] for _ in range(count)]
             before = row = column = 0
             for i, weight in enumerate(self.weights):
-                count, height, depth = weight.shape
-                bounds = [(self.macs * t // threads - before) // max(depth, 1) for t in range(threads + 1)]
-                bounds = [min(max(bound, 0), count * height) for bound in bounds]
+                blocks, height, depth = weight.shape
+                bounds = [(self.macs * t // count - before) // max(depth, 1) for t in range(count + 1)]
+                bounds = [min(max(bound, 0), blocks * height) for bound in bounds]
                 if depth == 0:  # dormant rows go to the first
-                    bounds[1:] = [count * height] * threads
+                    bounds[1:] = [blocks * height] * count
                 for share, (low, high) in zip(shares, pairwise(bounds), strict=True):
                     if low < high:
                         share.append((i, low, high, column, row))
-                before, row, column = before + weight.size, row + count * height, column + count * depth
-            self._shares[threads] = shares  # whole, as other threads may look
-        return self._shares[threads]
+                before, row, column = before + weight.size, row + blocks * height, column + blocks * depth
+            self._shares[count] = shares  # whole, as another thread may look
+        return self._shares[count]
 
 
 class Plan:
@@ -264,8 +265,9 @@ def run(plan: Plan, x: Tensor) -> Tensor:
     if few:
         _run_rows(plan, rows, y, inside)
     elif panels >= threads > 1 and seconds > _WORTH_A_THREAD and not any(plan.activations):
-        # panels never meet: each thread takes some of them through all stages
-        bounds = [panels * t // threads * width for t in range(threads + 1)]
+        # panels never meet: each thread takes some of them through all stages, and then some more
+        parts = min(panels, _PARTS * threads)
+        bounds = [panels * i // parts * width for i in range(parts + 1)]
         slices = [slice(low, high) for low, high in pairwise(bounds)]
         over_tasks(threads, slices, lambda some: _run_panels(plan, rows[some], y[some], 1))
     else:
@@ -304,11 +306,10 @@ def _products(kernel: Any, stage: Stage, state: np.ndarray, out: np.ndarray, thr
         for stack, low, high, column, row in pieces:
             kernel(stage.weights[stack], low, high, stage.bias, stage.relu, state, stage.columns, column, out, row)
 
-    shares = stage.shares(threads)
     if threads == 1:
-        work(shares[0])
+        work(stage.shares(1)[0])
     else:
-        over_tasks(threads, shares, work)
+        over_tasks(threads, stage.shares(_PARTS * threads), work)
 
 
 def _activated(plan: Plan, state: np.ndarray, i: int) -> np.ndarray:
