@@ -128,7 +128,7 @@ def compare(
                 error = float((system(x) - expected).abs().max())
                 assert error <= 1e-4 * max(float(expected.abs().max()), 1.0), f"{task}: {name} is off by {error}"
             calls = {name: (lambda system=system, x=x: system(x)) for name, system in systems.items()}
-            best = interleaved(calls, repeats=30, budget=4, pause=0.003, least=0.002)
+            best = interleaved(calls, repeats=15, budget=1.5, pause=0.003, least=0.002)
         speedup = best["dense"] / best["ours"]
         yield {
             "task": task, **columns, "threads": threads, "batch": batch, "dense ms": best["dense"] * 1e3,
@@ -257,7 +257,7 @@ def exported() -> Iterator[dict]:
             calls = {
                 name: (lambda s=s, x=given: s.run(None, x)) for name, s in zip(("dense", "ours"), sessions, strict=True)
             }
-            best = interleaved(calls, repeats=30, budget=4, pause=0.003, least=0.002)
+            best = interleaved(calls, repeats=15, budget=1.5, pause=0.003, least=0.002)
             speedup = best["dense"] / best["ours"]
             yield {
                 "task": f"{len(sizes) - 1} × {sizes[0]}→{sizes[1]}", "k": k, "batch": batch,

@@ -190,9 +190,9 @@ def test_reorganize_a_transformers_folder(tmp_path, capsys):
 def test_demo(tmp_path, capsys):
     assert main(["demo", "--out", str(tmp_path / "out")]) == 0
     out = capsys.readouterr().out
-    assert "inputs to outputs: 2 blocks, the largest with 50% of the neurons" in out
-    assert (tmp_path / "out" / "analysis.json").exists()
-    picture = (tmp_path / "out" / "blocks.svg").read_text()
-    assert picture.startswith("<svg")
-    assert picture.count('class="block"') == 2
-    assert "path{stroke:" in picture
+    assert "No exact block structure" in out
+    assert "4 blocks in a chain of 4 subnetworks" in out
+    assert "PASSED on 500 samples" in out
+    assert out.rstrip().endswith("report.html")
+    assert "Handwritten digits" in (tmp_path / "out" / "report.html").read_text()
+    assert cx.read_manifest(tmp_path / "out" / "digits-in-blocks")["verdict"]["passed"]

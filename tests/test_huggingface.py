@@ -153,6 +153,48 @@ def test_under_another_head(tmp_path):
     assert torch.equal(output(again), output(masked))
 
 
+class NeedsMore(transformers.BertPreTrainedModel):
+    """A class of the user's that cannot be built from a config alone."""
+
+    def __init__(self, config, labels):
+        super().__init__(config)
+        self.bert = transformers.BertModel(config)
+        self.head = nn.Sequential(nn.Linear(config.hidden_size, 64), nn.ReLU(), nn.Linear(64, labels))
+        self.post_init()
+
+    def forward(self, input_ids):
+        return (self.head(self.bert(input_ids).pooler_output),)
+
+
+def test_a_class_that_needs_more_than_a_config(tmp_path):
+    torch.manual_seed(0)
+    model = NeedsMore(transformers.BertConfig(**SIZES, max_position_embeddings=20), 8).eval()
+    for place in (0, 2):
+        model.head[place].weight = nn.Parameter(planted(model.head[place]).weight.detach())
+    small = cx.reorganize(model, level=None, only_if_faster=False)
+    assert {"head"} == set(small.config.quantization_config["modules"])
+    assert_close(output(small), output(model))
+    small.save_pretrained(tmp_path / "a")
+    assert_close(output(NeedsMore.from_pretrained(tmp_path / "a", 8)), output(model))
+    again = cx.restore(small)
+    assert not hasattr(again.config, "quantization_config")
+    assert_close(output(again), output(model))
+
+
+def test_frozen_blocks_stay_frozen(tmp_path):
+    model = bert()
+    dense = model.encoder.layer[0].output.dense
+    dense.weight = nn.Parameter(planted(dense).weight.detach(), requires_grad=False)
+    small = cx.reorganize(model, level=None, only_if_faster=False)
+    small.save_pretrained(tmp_path / "a")
+    for again in (
+        transformers.AutoModel.from_pretrained(tmp_path / "a"),
+        transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "a").bert,
+    ):
+        frozen = {name for name, p in again.named_parameters() if not p.requires_grad}
+        assert frozen == {f"{LAYER}.weights.0"}
+
+
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_pytorch_tanh", "relu2"])
 def test_whole_feed_forward_modules(tmp_path, activation):
     """A gated pair in place of transformers' own module, around one of its activation functions."""
@@ -256,7 +298,7 @@ def _edit_weights(change):
 
 LAYER = "encoder.layer.0.output.dense"
 HOSTILE = {
-    "another version": (_edit_config(lambda c: c.update(version=9)), "expected modules in version 1, got version 9"),
+    "another version": (_edit_config(lambda c: c.update(version=9)), "in version 2, got version 9"),
     "no modules": (_edit_config(lambda c: c.pop("modules")), "expected modules"),
     "code as a type": (_edit_config(lambda c: c["modules"].update({LAYER: {"type": "os.system"}})), "unknown type"),
     "no description": (_edit_config(lambda c: c["modules"].update({LAYER: 5})), "description of a module"),
@@ -275,7 +317,8 @@ HOSTILE = {
     "indices outside": (_edit_weights(lambda s: s[f"{LAYER}.outputs"].fill_(99)), "must hold indices below 33"),
     "no indices": (_edit_weights(lambda s: s.pop(f"{LAYER}.outputs")), "expected a tensor .*outputs.*, found none"),
     "no weights": (_edit_weights(lambda s: s.pop(f"{LAYER}.weights.0")), "expected a tensor .*weights.0.*, found none"),
-    "another record": (_edit_config(lambda c: c.update(reorganization=[1])), "record of changes"),
+    "another record": (_edit_config(lambda c: c.update(reorganization=[1])), "record of a reorganization"),
+    "nothing said of frozen parameters": (_edit_config(lambda c: c.pop("frozen")), "frozen parameters in version"),
 }
 
 

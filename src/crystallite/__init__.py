@@ -20,12 +20,14 @@ from crystallite.reorganization.rewrite import reorganize
 from crystallite.reorganization.subnetworks import Subnetworks, subnetworks
 from crystallite.reorganization.summary import summary
 from crystallite.report import Report, report
+from crystallite.serving import Service
 from crystallite.structure.bipartite import BipartiteStructure
 from crystallite.structure.decompose import decompose
 from crystallite.structure.directed import DirectedStructure
 from crystallite.structure.hubs import BorderedStructure, hubs
 from crystallite.structure.levels import DirectedProfile, LevelProfile, level_profile
 from crystallite.tables import Table
+from crystallite.upgrading import Upgrading, upgrade
 from crystallite.validation import Sweep, Verdict, sweep, validate
 
 __all__ = [
@@ -55,10 +57,12 @@ __all__ = [
     "Permutation",
     "Projection",
     "Report",
+    "Service",
     "StructureMonitor",
     "Subnetworks",
     "Sweep",
     "Table",
+    "Upgrading",
     "Verdict",
     "analyze",
     "anneal",
@@ -79,6 +83,7 @@ __all__ = [
     "subnetworks",
     "summary",
     "sweep",
+    "upgrade",
     "validate",
 ]
 

@@ -1,8 +1,9 @@
 """`save` and `load`: a reorganized model as a folder of safetensors and JSON. Nothing in it is executed, ever.
 
-model.safetensors   every parameter and buffer, and the folded orders as "fold.0", "fold.1", …; all index tables int64
-manifest.json       format version, what the modules are, how they came about, the hashes of the weights and of the
-                    model they were made from, and the verdict of a validation
+model.safetensors   every parameter and buffer that is in a state dict; all index tables int64
+manifest.json       format version, what the modules are, how they came about, the orders folded into the weights, which
+                    parameters are frozen, the hashes of the weights and of the model they were made from, and the
+                    verdict of a validation
 
 A block can be read without the others. The weights must have the hash that the manifest names, and so must a verdict.
 """
@@ -17,7 +18,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +28,13 @@ from torch import Tensor, nn
 
 from crystallite.description import OPERATORS, build, check_indices, describe_parts, replace
 from crystallite.errors import CheckpointError, InvalidOption
-from crystallite.reorganization.record import Fold, LayerChange, Reorganization
+from crystallite.reorganization.record import Reorganization
 from crystallite.weights.checkpoint import Checkpoint, open_checkpoint
 from crystallite.weights.stored import SourceFile, load_json
 
 __all__ = ["LoadedBlock", "attach_verdict", "load", "load_block", "read_manifest", "save", "source_sha256"]
 
-VERSION = 2
+VERSION = 3
 _WEIGHTS, _MANIFEST = "model.safetensors", "manifest.json"
 _FIELDS: dict[str, type | tuple[type, ...]] = {
     "weights_sha256": str,
@@ -41,6 +42,7 @@ _FIELDS: dict[str, type | tuple[type, ...]] = {
     "modules": dict,
     "training": bool,
     "tied": dict,
+    "frozen": list,
     "reorganization": dict,
     "verdict": (dict, type(None)),
     "metadata": dict,
@@ -74,10 +76,6 @@ def save(
     state = model.state_dict()
     ties = _ties(state)
     tensors = {name: _alone(value) for name, value in state.items() if name not in ties}
-    for i, fold in enumerate(record.folds):
-        if f"fold.{i}" in state:
-            raise InvalidOption(f"the model has a tensor fold.{i}, a name that is needed for its folded orders; rename")
-        tensors[f"fold.{i}"] = _alone(fold.order.to(torch.int64))
     if not tensors:
         raise InvalidOption("this model holds no weights, so there is nothing to save")
     manifest = {
@@ -89,11 +87,8 @@ def save(
         "modules": modules,
         "training": model.training,
         "tied": ties,
-        "reorganization": {
-            "options": record.options,
-            "changes": [asdict(change) for change in record.changes],
-            "folds": [fold.places for fold in record.folds],
-        },
+        "frozen": [name for name, value in model.named_parameters() if not value.requires_grad],
+        "reorganization": record.to_plain(),
         "verdict": None,
         "metadata": metadata or {},
     }
@@ -114,7 +109,8 @@ def load(path: str | os.PathLike[str], into: nn.Module | None = None) -> nn.Modu
 
     A model made of `nn.Sequential`, PyTorch's usual modules and block operators is rebuilt from the manifest. For a
     model with code of its own pass `into=` an instance of the original, which is not changed: a copy of it gets the
-    modules and weights that were saved. Nothing of the original's weights is copied.
+    modules and weights that were saved. Nothing of the original's weights is copied, but buffers that no state dict
+    holds are its own. Parameters are frozen as they were.
     """
     folder = Path(path)
     manifest = read_manifest(folder)
@@ -128,10 +124,12 @@ def load(path: str | os.PathLike[str], into: nn.Module | None = None) -> nn.Modu
         held = {id(value): _on_meta(value) for value in into.state_dict(keep_vars=True).values()}
         model = copy.deepcopy(into, held)
         replace(model, manifest["modules"], folder / _MANIFEST)
+    record = Reorganization.from_plain(manifest["reorganization"], folder / _MANIFEST)
     with open_checkpoint(folder / _WEIGHTS) as checkpoint:
-        record = _record(folder, manifest["reorganization"], checkpoint)
-        _fill(model, folder, manifest["tied"], checkpoint, len(record.folds))
+        _fill(model, folder, manifest["tied"], checkpoint)
     check_indices(model, folder)
+    for name, value in model.named_parameters():
+        value.requires_grad_(value.is_floating_point() and name not in manifest["frozen"])
     model.reorganization = record  # type: ignore[assignment]
     return model.train(manifest["training"])
 
@@ -149,12 +147,13 @@ class LoadedBlock:
 def load_block(path: str | os.PathLike[str], layer: str, block: int) -> LoadedBlock:
     """One block of a `BlockLinear`, or of a layer of a `BlockChain` ("name.layers.1"), counted as they are stored.
 
-    Rows and columns are neurons of the dense model. Only this block is read, and index tables of O(n); the hash of the
-    weights, for which all of them would be read, is not compared.
+    Rows and columns are neurons of the dense model, whatever was folded. Only this block is read, and index tables of
+    O(n); the hash of the weights, for which all of them would be read, is not compared.
     """
     folder = Path(path)
+    manifest = read_manifest(folder)
     chain, _, number = layer.rpartition(".layers.")
-    described = _description_at(read_manifest(folder)["modules"], chain if number.isdigit() else layer)
+    described = _description_at(manifest["modules"], chain if number.isdigit() else layer)
     if described.get("type") != ("BlockChain" if number.isdigit() else "BlockLinear"):
         raise CheckpointError(f"{folder}: expected the name of a BlockLinear or of a BlockChain's layer, got {layer!r}")
     with open_checkpoint(folder / _WEIGHTS) as checkpoint:
@@ -187,7 +186,11 @@ def load_block(path: str | os.PathLike[str], layer: str, block: int) -> LoadedBl
         if number.isdigit() and int(number):
             columns = table(f"{chain}.layers.{int(number) - 1}.neurons", columns)
         bias = table(f"{prefix}bias", lines) if f"{prefix}bias" in checkpoint.tensors else None
-        return LoadedBlock(_tensor(checkpoint, f"{prefix}weights.{stack}")[left].clone(), bias, rows, columns)
+        weight = _tensor(checkpoint, f"{prefix}weights.{stack}")[left].clone()
+    record = Reorganization.from_plain(manifest["reorganization"], folder / _MANIFEST)
+    outputs, inputs = _folded(record, *((chain, int(number)) if number.isdigit() else (layer, 0)))
+    rows, columns = (at if order is None else order[at] for order, at in ((outputs, rows), (inputs, columns)))
+    return LoadedBlock(weight, bias, rows, columns)
 
 
 def read_manifest(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -257,6 +260,17 @@ def _description_at(modules: dict[str, Any], name: str) -> dict[str, Any]:
     return dict(found)
 
 
+def _folded(record: Reorganization, name: str, number: int) -> list[Tensor | None]:
+    """The orders folded into the rows and columns of a layer: that of this name, or so many after it in a chain."""
+    names = [change.name for change in record.changes]
+    place = names.index(name) + number if name in names else len(names)
+    if place >= len(names):
+        return [None, None]
+    orders = {where: fold.order for fold in record.folds for where in fold.places}
+    axes = (1, 0) if record.changes[place].kind == "Conv1D" else (0, 1)
+    return [orders.get((f"{names[place]}.weight", axis)) for axis in axes]
+
+
 def _write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
     try:
         text = json.dumps(manifest, indent=1)
@@ -304,28 +318,10 @@ def _tensor(checkpoint: Checkpoint, name: str) -> Tensor:
     return torch.as_tensor(checkpoint.read(name))
 
 
-def _record(folder: Path, stored: dict[str, Any], checkpoint: Checkpoint) -> Reorganization:
-    try:
-        changes = [LayerChange(**change) for change in stored["changes"]]
-        places = [tuple((str(name), int(axis)) for name, axis in fold) for fold in stored["folds"]]
-        options = dict(stored["options"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{folder / _MANIFEST}: expected the record of a reorganization, got {error}") from None
-    folds = []
-    for i, where in enumerate(places):
-        order = _tensor(checkpoint, f"fold.{i}").clone()
-        if order.dtype != torch.int64 or not torch.equal(order.sort().values, torch.arange(order.numel())):
-            raise CheckpointError(f"{folder}: fold.{i} must hold every index below {order.numel()} once")
-        folds.append(Fold(order, where))
-    return Reorganization(changes, folds, options)
-
-
-def _fill(model: nn.Module, folder: Path, tied: dict[str, Any], checkpoint: Checkpoint, folds: int) -> None:
+def _fill(model: nn.Module, folder: Path, tied: dict[str, Any], checkpoint: Checkpoint) -> None:
     """Give the model its weights after checking that every one is there, in its size and kind, and nothing else."""
     expected = {name: (tuple(v.shape), v.is_floating_point()) for name, v in model.state_dict().items()}
     stored = {name: (info.shape, "float" in info.dtype) for name, info in checkpoint.tensors.items()}
-    for i in range(folds):
-        del stored[f"fold.{i}"]
     for name, first in tied.items():
         if not isinstance(first, str) or first not in checkpoint.tensors or name in checkpoint.tensors:
             raise CheckpointError(f"{folder / _MANIFEST}: {name!r:.80} cannot be tied to {first!r:.80}")

@@ -7,18 +7,19 @@ import json
 import os
 import shutil
 import sys
-import tempfile
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from crystallite.errors import CrystalliteError, InvalidOption
 from crystallite.report import command as report
+from crystallite.serving import command as serve
+from crystallite.upgrading import command as upgrade
 from crystallite.validation import command as validate
 
 if TYPE_CHECKING:
-    from torch import nn
+    pass
 
 __all__ = ["main"]
 
@@ -37,8 +38,6 @@ MODEL is a transformers folder, a folder that crystallite saved, or an import pa
 that returns an nn.Module when called without arguments. An import path runs that code, which is yours: a file of
 weights alone does not say how a model computes.
 """
-_WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.h5",
-                 "*.msgpack", "*.onnx", "*.ot", "*.gguf")  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -111,6 +110,8 @@ def _parser() -> argparse.ArgumentParser:
     reorganize.set_defaults(run=_reorganize)
 
     validate.add_parser(commands)
+    upgrade.add_parser(commands)
+    serve.add_parser(commands)
     report.add_parser(commands)
 
     demo = commands.add_parser(
@@ -173,7 +174,7 @@ def _analyze(options: argparse.Namespace) -> int:
 
 
 def _reorganize(options: argparse.Namespace) -> int:
-    from crystallite.opening import open_model
+    from crystallite.opening import open_model, write_model
     from crystallite.reorganization.rewrite import reorganize
     from crystallite.reorganization.summary import summary
 
@@ -194,7 +195,7 @@ def _reorganize(options: argparse.Namespace) -> int:
     result = summary(small)
     replaced = any(c.macs_after != c.macs_before for c in result.changes)
     if replaced:
-        _save(small, options.out, model, Path(options.model), annealing)
+        write_model(small, options.out, model, Path(options.model), annealing)
     if options.json:
         json.dump({**result.to_json(), "out": str(options.out) if replaced else None}, sys.stdout, indent=1)
         print()
@@ -202,22 +203,6 @@ def _reorganize(options: argparse.Namespace) -> int:
         print(result)
         print(f"\nSaved in {options.out}." if replaced else "\nNothing saved: no layer has blocks that pay here.")
     return 0 if replaced else 1
-
-
-def _save(model: nn.Module, target: Path, original: nn.Module, source: Path, annealing: dict[str, Any]) -> None:
-    """A transformers model as `from_pretrained` reads it, with its tokenizer; any other as `crystallite.load` does."""
-    from crystallite.artifact import save
-
-    pretrained: Any = model
-    if not (hasattr(model, "save_pretrained") and source.is_dir()):
-        save(model, target, source=original, metadata={"model": str(source), **annealing})
-        return
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as made:  # all of it or nothing
-        folder = Path(made) / target.name
-        shutil.copytree(source, folder, ignore=shutil.ignore_patterns(*_WEIGHT_FILES))
-        pretrained.save_pretrained(folder)
-        folder.rename(target)
 
 
 def _demo(options: argparse.Namespace) -> int:

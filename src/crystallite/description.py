@@ -11,6 +11,7 @@ index tables with the bound that their entries must stay below.
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Iterator
 from functools import partial
 from operator import attrgetter
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from crystallite.errors import CheckpointError, CrystalliteError
 from crystallite.operators.chain import BlockChain
@@ -27,7 +29,7 @@ from crystallite.operators.feedforward import BlockFeedForward
 from crystallite.operators.linear import BlockLinear
 from crystallite.operators.recurrent import BlockRecurrent
 
-__all__ = ["OPERATORS", "build", "check_indices", "describe", "describe_parts", "replace"]
+__all__ = ["OPERATORS", "build", "check_indices", "describe", "describe_parts", "put_", "replace"]
 
 OPERATORS: dict[str, Any] = {
     cls.__name__: cls
@@ -133,8 +135,48 @@ def replace(model: nn.Module, parts: dict[str, Any], source: object) -> None:
         except AttributeError:
             raise CheckpointError(f"{source}: the given model has no module {name!r:.80}") from None
         if describe(present) != description:
-            parent, _, place = name.rpartition(".")
-            setattr(model.get_submodule(parent), place, build(description, source))
+            put_(model, name, build(description, source))
+
+
+def put_(model: nn.Module, name: str, module: nn.Module) -> nn.Module:
+    """The model with another module at a place; that is the module itself if the place is the whole model.
+
+    PyTorch's fused kernel for encoders takes dense weights: where blocks come in it is left out, where they go it is
+    allowed again.
+    """
+    if not name:
+        return module
+    around, _, place = name.rpartition(".")
+    setattr(model.get_submodule(around), place, module)
+    while True:
+        outer = model.get_submodule(around)
+        if isinstance(outer, nn.TransformerEncoderLayer):
+            _choose_kernel_(outer)
+        elif isinstance(outer, nn.TransformerEncoder):
+            _choose_layout_(outer)
+        if not around:
+            return model
+        around = around.rpartition(".")[0]
+
+
+def _choose_kernel_(layer: nn.TransformerEncoderLayer) -> None:
+    dense = all(type(child) is nn.Linear for child in (layer.linear1, layer.linear2))
+    activation: Any = layer.activation
+    is_relu = activation is F.relu or isinstance(activation, nn.ReLU)
+    is_gelu = activation is F.gelu or isinstance(activation, nn.GELU)
+    layer.activation_relu_or_gelu = (1 * is_relu or 2 * is_gelu) if dense else 0
+
+
+def _choose_layout_(encoder: nn.TransformerEncoder) -> None:
+    """Sequences without their padding only where all layers run in the fused kernel: no other takes them."""
+
+    def suits(layer: nn.Module) -> bool:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # PyTorch says why a layer does not
+            empty = nn.TransformerEncoder(layer, 0, enable_nested_tensor=encoder.enable_nested_tensor)  # type: ignore[arg-type]
+        return empty.use_nested_tensor
+
+    encoder.use_nested_tensor = all(map(suits, encoder.layers))
 
 
 def check_indices(model: nn.Module, source: object) -> None:

@@ -1,22 +1,27 @@
-"""Models as the command line names them: folders, or functions of the user's that return one."""
+"""Models as the command line names them: folders, or functions of the user's that return one; and written again."""
 
 from __future__ import annotations
 
 import importlib
 import os
+import shutil
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from crystallite.artifact import load
+from crystallite.artifact import load, save
 from crystallite.errors import CheckpointError, InvalidOption
 from crystallite.reorganization.restore import restore
 from crystallite.weights.checkpoint import open_checkpoint
 
-__all__ = ["open_model", "open_pretrained"]
+__all__ = ["open_model", "open_pretrained", "write_model"]
+
+_WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.h5",
+                 "*.msgpack", "*.onnx", "*.ot", "*.gguf")  # fmt: skip
 
 
 def open_model(source: str, weights: Path | None) -> nn.Module:
@@ -73,3 +78,17 @@ def _fill(model: nn.Module, file: Path) -> None:
             model.load_state_dict(state)
         except RuntimeError as error:
             raise CheckpointError(f"{file}: {error}") from None
+
+
+def write_model(model: nn.Module, target: Path, original: nn.Module, source: Path, options: dict[str, Any]) -> None:
+    """A transformers model as `from_pretrained` reads it, with its tokenizer; any other as `crystallite.load` does."""
+    pretrained: Any = model
+    if not (hasattr(model, "save_pretrained") and source.is_dir()):
+        save(model, target, source=original, metadata={"model": str(source), **options})
+        return
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as made:  # all of it or nothing
+        folder = Path(made) / target.name
+        shutil.copytree(source, folder, ignore=shutil.ignore_patterns(*_WEIGHT_FILES))
+        pretrained.save_pretrained(folder)
+        folder.rename(target)

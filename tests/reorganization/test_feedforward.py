@@ -1,5 +1,7 @@
 """Feed-forward modules are recognised by what they compute; whatever computes anything else is not one."""
 
+import logging
+
 import pytest
 import torch
 from torch import nn
@@ -70,6 +72,36 @@ def test_dropout_is_not_overlooked_in_evaluation_mode():
     assert not any(m.training for m in found.modules())
 
 
+def test_both_modes_must_be_the_same_pair():
+    def forward(self, x):
+        y = self.b(F.silu(self.a(x)) * self.c(x))
+        return y if self.training else y.softmax(-1)
+
+    assert recognise_feed_forward(module(forward)) is None
+
+    def other_activation(self, x):
+        return self.b((F.silu if self.training else torch.tanh)(self.a(x)) * self.c(x))
+
+    assert recognise_feed_forward(module(other_activation)) is None
+
+
+def test_an_attempt_that_fails_is_silent():
+    heard = []
+
+    class Listener(logging.Handler):
+        def emit(self, record):
+            heard.append(record)
+
+    listener = Listener(logging.WARNING)
+    logger = logging.getLogger("torch._subclasses.fake_tensor")  # prints what went wrong by a handler of its own
+    logger.addHandler(listener)
+    try:
+        assert recognise_feed_forward(module(lambda self, x: self.b(self.a(torch.cat([x, x], -1))), 2)) is None
+    finally:
+        logger.removeHandler(listener)
+    assert not heard
+
+
 def test_more_parameters_are_no_pair():
     def forward(self, x):
         return self.b(F.silu(self.a(x)) * self.c(x))
@@ -77,3 +109,10 @@ def test_more_parameters_are_no_pair():
     assert recognise_feed_forward(module(forward)) is not None
     assert recognise_feed_forward(module(forward, scale=nn.Parameter(torch.ones(1)))) is None
     assert recognise_feed_forward(module(forward, norm=nn.LayerNorm(4))) is None
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_buffers_are_no_pair(inside):
+    built = module(lambda self, x: self.b(F.silu(self.a(x)) * self.c(x)), counter=nn.Identity())
+    (built.counter if inside else built).register_buffer("seen", torch.zeros(()))
+    assert recognise_feed_forward(built) is None

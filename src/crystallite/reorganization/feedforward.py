@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+
+from crystallite.reorganization.graph import export_quietly
 
 __all__ = ["FeedForwardNames", "recognise_feed_forward"]
 
@@ -41,7 +42,8 @@ class FeedForwardNames:
 def recognise_feed_forward(module: nn.Module) -> FeedForwardNames | None:
     """The layers of a module whose forward(x) is exactly a feed-forward pair, plain or gated; None for any other.
 
-    Proved on the module's exported graph, in training mode, so that a dropout is not overlooked.
+    Proved on the module's exported graphs in evaluation and in training mode, which must be the same pair. A module
+    with parameters or buffers beside those of its layers is none: they would be lost.
 
     >>> class Gated(nn.Module):
     ...     def __init__(self):
@@ -54,28 +56,39 @@ def recognise_feed_forward(module: nn.Module) -> FeedForwardNames | None:
     """
     layers = {name: child for name, child in module.named_children() if type(child) is nn.Linear}
     others = [child for child in module.children() if type(child) is not nn.Linear]
-    holds_more = any(True for m in [module, *others] for _ in m.parameters(recurse=m is not module))
+    own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    holds_more = bool(own) or any([*m.parameters(), *m.buffers()] for m in others)
     if len(layers) not in (2, 3) or holds_more or len(inspect.signature(module.forward).parameters) != 1:
         return None
-    for width in dict.fromkeys(layer.in_features for layer in layers.values()):
-        program = _exported(module, next(iter(layers.values())).weight.new_zeros(2, width))
-        names = None if program is None else _match(program, layers)
-        if names is not None:
-            return names
+    for width in _widths(list(layers.values())):
+        x = next(iter(layers.values())).weight.new_zeros(2, width)
+        evaluated, trained = (_pair(module, x, layers, training) for training in (False, True))
+        # activations are modules: equal if they are built alike
+        if evaluated is not None and repr(evaluated) == repr(trained):
+            return evaluated
     return None
 
 
-def _exported(module: nn.Module, x: torch.Tensor) -> Any:
+def _widths(layers: list[nn.Linear]) -> list[int]:
+    """Widths of an input that fits all layers if one of them is the second, and the others read the input."""
+    found = {}
+    for second in layers:
+        (width, hidden), *more = {(layer.in_features, layer.out_features) for layer in layers if layer is not second}
+        if not more and hidden == second.in_features:
+            found[width] = True
+    return list(found)
+
+
+def _pair(module: nn.Module, x: torch.Tensor, layers: dict[str, nn.Linear], training: bool) -> FeedForwardNames | None:
     modes = {m: m.training for m in module.modules()}
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about the user's code, which we only look at
-            return torch.export.export(module.train(), (x,))
+        program = export_quietly(module.train(training), (x,))
     except Exception:  # whatever the module's own code raises: it is not what we look for
         return None
     finally:
-        for m, training in modes.items():
-            m.training = training
+        for m, mode in modes.items():
+            m.training = mode
+    return _match(program, layers)
 
 
 def _match(program: Any, layers: dict[str, nn.Linear]) -> FeedForwardNames | None:

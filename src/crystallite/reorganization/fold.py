@@ -32,10 +32,8 @@ class Junction:
         return f"{names}: {self.outcome}"
 
 
-def fold_(
-    model: nn.Module, structures: dict[str, BipartiteStructure], spaces: Spaces
-) -> tuple[list[Fold], dict[str, BipartiteStructure]]:
-    """The orders folded into the model's weights, in place, and the structures as they are in these orders.
+def fold_(model: nn.Module, structures: dict[str, BipartiteStructure], spaces: Spaces) -> list[Fold]:
+    """The orders folded into the model's weights, in place: decompose them again for their blocks as they are now.
 
     Rows of a structure are the outputs of the module it is named after, columns its inputs. Each free space is sorted
     by the blocks of the layer that reads it, in the order of that layer's rows, then by those of the layer that
@@ -49,8 +47,8 @@ def fold_(
     ...     model[0].weight[::2, 0] = model[0].weight[1::2, 1] = 0
     ...     model[2].weight[0, ::2] = model[2].weight[1, 1::2] = 0
     >>> structures = {name: decompose(model.get_submodule(name).weight) for name in ("0", "2")}
-    >>> folds, structures = fold_(model, structures, trace(model))
-    >>> folds[0].order.tolist(), structures["2"].col_block.tolist()
+    >>> folds = fold_(model, structures, trace(model))
+    >>> folds[0].order.tolist(), decompose(model[2].weight).col_block.tolist()
     ([1, 3, 0, 2], [0, 0, 1, 1])
     """
     spread = _Orders(spaces)
@@ -69,7 +67,7 @@ def fold_(
             spread.chosen[space] = np.lexsort(keys[::-1], axis=-1)
     folds = _folds(spread)
     _move_(model, [(fold.order, fold.places) for fold in folds])
-    return folds, {**structures, **{layer.name: spread.moved(structures[layer.name], layer) for layer in layers}}
+    return folds
 
 
 def unfold_(model: nn.Module, folds: Sequence[Fold]) -> None:
@@ -86,7 +84,7 @@ def unfold_(model: nn.Module, folds: Sequence[Fold]) -> None:
 def junctions(structures: dict[str, BipartiteStructure], spaces: Spaces) -> list[Junction]:
     """What is left to move at each place where a layer with blocks writes or reads, in the order of the model.
 
-    Takes the structures that `fold_` returned.
+    Takes the structures as they are in the model's present weights.
     """
     found: dict[tuple[int, ...], tuple[list[str], list[str]]] = {}
     for layer in spaces.layers:
@@ -140,10 +138,6 @@ class _Orders:
                 result.append(np.array([start]))
             start += math.prod(sizes)
         return np.concatenate(result)
-
-    def moved(self, structure: BipartiteStructure, layer: Layer) -> BipartiteStructure:
-        rows, columns = self.along(layer.rows), self.along(layer.columns)
-        return BipartiteStructure.from_labels(structure.row_block[rows], structure.col_block[columns])
 
 
 def _backwards(spaces: Spaces) -> list[int]:

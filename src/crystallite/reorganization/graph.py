@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import logging
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,10 +16,12 @@ from torch.fx import Node
 from crystallite.errors import CrystalliteError
 from crystallite.reorganization import axes as union
 from crystallite.reorganization.aten import Reader
+from crystallite.reorganization.calls import Watch
 
-__all__ = ["Axis", "Layer", "Space", "Spaces", "Untraceable", "trace"]
+__all__ = ["Axis", "Layer", "Space", "Spaces", "Untraceable", "export_quietly", "trace"]
 
 Axis = tuple[tuple[int, ...], ...]  # one or more ranges after each other, each a product of spaces, outermost first
+_LOGGERS = ("torch._subclasses.fake_tensor", "torch.export", "torch.fx.experimental.symbolic_shapes")  # print errors
 
 
 class Untraceable(CrystalliteError):
@@ -36,7 +39,7 @@ class Space:
 
 @dataclass(frozen=True)
 class Layer:
-    """A module that multiplies by its weight: the spaces it writes and those it reads."""
+    """A module whose weight multiplies as its kind has it: the spaces it writes and those it reads."""
 
     name: str
     rows: Axis
@@ -50,6 +53,8 @@ class Spaces:
     spaces: tuple[Space, ...]
     layers: tuple[Layer, ...]  # in the order in which they first run
     places: dict[tuple[str, int], Axis]  # (parameter or buffer, axis) → the spaces along it
+    unused: tuple[str, ...] = ()  # parameters that forward does not use: who knows which neurons they belong to
+    whole: frozenset[str] = frozenset()  # nn.Sequentials that run only as a whole, as far as forward goes
 
     def __repr__(self) -> str:
         free = sum(not space.fixed for space in self.spaces)
@@ -57,7 +62,7 @@ class Spaces:
 
 
 def trace(model: nn.Module, example: Any = None) -> Spaces:
-    """The spaces of a model's neurons, from its graph of ATen operators in evaluation mode.
+    """The spaces of a model's neurons, from its graphs of ATen operators in evaluation and in training mode.
 
     Two axes are in one space if renumbering the neurons of one takes the same renumbering of the other to keep the
     model's function. A space is fixed where it reaches an input or output of the model, or an operator that is not
@@ -66,8 +71,9 @@ def trace(model: nn.Module, example: Any = None) -> Spaces:
     - `example`: inputs that the model accepts: a tensor, a tuple of arguments or a dict of named ones. Left out, a
       transformers model's own are used, or they are guessed from the model's first layer.
 
-    Raises `Untraceable` with the reason where no input can be guessed or `torch.export` cannot follow the model.
-    The model is not changed. Cost: one run on shapes alone; no weight is read or copied.
+    Raises `Untraceable` with the reason where no input can be guessed or `torch.export` cannot follow the model in one
+    of its modes. What forward does with these inputs is all that is seen: not other methods, not branches that other
+    inputs would take. The model is not changed. Cost: two runs on shapes alone; no weight is read or copied.
 
     >>> spaces = trace(nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2)))
     >>> [(layer.name, layer.rows, layer.columns) for layer in spaces.layers]
@@ -76,35 +82,44 @@ def trace(model: nn.Module, example: Any = None) -> Spaces:
     ['an input of the model', 'free', 'an output of the model']
     """
     tensors = _tensors(model)
-    program = _export(model, example, list(tensors.values()))
-    shared = _shared(tensors)
-    signature = program.graph_signature
-    stored = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
-    known = union.Axes()
+    reasons = {id(tensor): "a buffer that is not saved carries it" for tensor in _unsaved(model)}
+    reasons |= dict.fromkeys(_shared(tensors), "a tensor that shares its memory with another carries it")
+    known, watch = union.Axes(), Watch(model)
     reader = Reader(known)
     owners: dict[int, tuple[str, list[union.Axis]]] = {}  # tied names are one tensor
     names: dict[Node, str] = {}
-    for node in program.graph.nodes:
-        value = node.meta.get("val")
-        if node.op == "placeholder" and node.name in stored:
-            tensor = tensors[stored[node.name]]
-            reason = "a tensor that shares its memory with another carries it" if id(tensor) in shared else ""
-            labels = reader.fixed(tensor.shape, reason)
-            names[node], reader.labels[node] = owners.setdefault(id(tensor), (stored[node.name], labels))
-        elif node.op in ("placeholder", "get_attr") and isinstance(value, Tensor):
-            reader.labels[node] = reader.fixed(value.shape, "an input of the model")
-        elif node.op == "call_function":
-            reader.read(node)
-        elif node.op == "output":
-            for result in node.all_input_nodes:
-                reader.fix(reader.labels.get(result, []), "an output of the model")
-    layers = {
-        owner: (rows, columns)
-        for weight, rows, columns in reader.layers
-        if (owner := _owner(names.get(weight, ""))) is not None
-    }
+    used: set[int] = set()
+    for training in (False, True):  # one set of axes: what either mode asks for holds
+        program = _export(model, example, list(tensors.values()), training, watch)
+        signature = program.graph_signature
+        stored = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
+        watch.read(program.graph.nodes)
+        for node in program.graph.nodes:
+            value = node.meta.get("val")
+            if node.op == "placeholder" and node.name in stored:
+                tensor = tensors[stored[node.name]]
+                used |= {id(tensor)} if node.users else set()
+                if id(tensor) not in owners:
+                    labels = reader.fixed(tensor.shape, reasons.get(id(tensor), ""))
+                    owners[id(tensor)] = stored[node.name], labels
+                names[node], reader.labels[node] = owners[id(tensor)]
+            elif node.op in ("placeholder", "get_attr") and isinstance(value, Tensor):
+                reader.labels[node] = reader.fixed(value.shape, "an input of the model")
+            elif node.op == "call_function":
+                reader.read(node)
+            elif node.op == "output":
+                for result in node.all_input_nodes:
+                    reader.fix(reader.labels.get(result, []), "an output of the model")
+    layers = {}
+    for weight, rows, columns in reader.layers:
+        owner = _owner(names.get(weight, ""))
+        # x @ weight of an nn.Linear: not what the module does, whose rows are outputs
+        if owner is not None and (rows == reader.labels[weight][0] or not _is_linear(model, owner)):
+            layers[owner] = rows, columns
     places = {(name, axis): label for name, labels in owners.values() for axis, label in enumerate(labels)}
-    return _settled(known, layers, places)
+    found = _settled(known, layers, places)
+    unused = tuple(name for name, parameter in model.named_parameters() if id(parameter) not in used)
+    return replace(found, unused=unused, whole=watch.whole)
 
 
 def _settled(
@@ -142,29 +157,60 @@ def _shared(tensors: Mapping[str, Tensor]) -> set[int]:
     return {tensor for together in found.values() if len(together) > 1 for tensor in together}
 
 
+def _unsaved(model: nn.Module) -> Iterator[Tensor]:
+    """Buffers that are in no state dict: a model that is loaded has its own, in the original order."""
+    for module in model.modules():
+        buffers = (module._buffers.get(name) for name in module._non_persistent_buffers_set)
+        yield from (buffer for buffer in buffers if buffer is not None)
+
+
+def _is_linear(model: nn.Module, name: str) -> bool:
+    return isinstance(model.get_submodule(name), nn.Linear)
+
+
 def _owner(weight: str) -> str | None:
     """The module that a weight belongs to."""
     name, _, last = weight.rpartition(".")
     return name if last == "weight" else None
 
 
-def _export(model: nn.Module, example: Any, tensors: list[Tensor]) -> torch.export.ExportedProgram:
+def _export(
+    model: nn.Module, example: Any, tensors: list[Tensor], training: bool, watch: Watch
+) -> torch.export.ExportedProgram:
     # a copy of everything but the tensors: the model keeps its mode, its hooks and its attributes
-    twin = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors}).eval()
+    twin = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors}).train(training)
+    watch.watch_(twin)
     config: Any = getattr(twin, "config", None)
     if hasattr(config, "use_cache"):
         config.use_cache = False  # a cache is no result of the function
     reasons: list[str] = []
-    for arguments, named in _inputs(twin, example):
+    for arguments, named in _inputs(model, example):
         try:
-            with warnings.catch_warnings(), torch.no_grad():
-                warnings.simplefilter("ignore")
-                return torch.export.export(twin, arguments, named, strict=False)
+            with torch.no_grad():
+                return export_quietly(twin, arguments, named)
         except Exception as error:  # whatever the model's own code raises
             reasons.append(f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}")
     if not reasons:
         raise Untraceable("no input can be guessed for this model: pass example=, a batch it accepts")
-    raise Untraceable(f"torch.export cannot follow this model ({reasons[0]}): pass example=, a batch it accepts")
+    mode = " in training mode" if training else ""
+    raise Untraceable(f"torch.export cannot follow this model{mode} ({reasons[0]}): pass example=, a batch it accepts")
+
+
+def export_quietly(
+    model: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any] | None = None
+) -> torch.export.ExportedProgram:
+    """`torch.export`, silent about the user's code, which we only look at, and about an attempt that fails."""
+    loggers = [logging.getLogger(name) for name in _LOGGERS]
+    before = [logger.disabled for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.disabled = True
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return torch.export.export(model, arguments, named, strict=False)
+    finally:
+        for logger, disabled in zip(loggers, before, strict=True):
+            logger.disabled = disabled
 
 
 def _inputs(model: nn.Module, example: Any) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:

@@ -11,7 +11,6 @@ import copy
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -20,35 +19,37 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from crystallite.description import build, check_indices, describe, describe_parts
+from crystallite.description import build, check_indices, describe, describe_parts, put_
 from crystallite.errors import CheckpointError
-from crystallite.reorganization.record import Fold, LayerChange, Reorganization
+from crystallite.reorganization.record import Reorganization
 from crystallite.weights.checkpoint import open_checkpoint
 
 __all__ = ["register_reader", "write_config"]
 
 _METHOD = "crystallite"
-_VERSION = 1
+_VERSION = 2
 _READERS = "transformers.quantizers.auto"  # keeps the list of who swaps modules
 
 
-def write_config(model: nn.Module) -> None:
+def write_config(model: nn.Module, original: nn.Module | None = None) -> None:
     """Say in the config of a transformers model what its layers became: all that `save_pretrained` needs.
 
     To be called after modules have been replaced. Such a model inside another one is found; others are left alone.
+    What a model's class makes of the config need not be said. A class that needs more than a config cannot be asked:
+    then `original`, the model before, stands for what it makes; left out, nothing is taken to have changed.
 
     >>> write_config(nn.Linear(2, 2))
     """
-    for part in _pretrained(model):
-        with torch.device("meta"):
-            original = type(part)(copy.deepcopy(part.config))
-        modules = {name: d for name, d in describe_parts(part).items() if not _holds(original, name, d)}
+    for part, before in zip(_pretrained(model), _pretrained(model if original is None else original), strict=True):
+        made = _made_by_class(part) or before
+        modules = {name: d for name, d in describe_parts(part).items() if not _holds(made, name, d)}
         if modules:
             part.config.quantization_config = {
                 "quant_method": _METHOD,
                 "version": _VERSION,
                 "modules": modules,
-                "reorganization": _plain_record(getattr(model, "reorganization", Reorganization([]))),
+                "frozen": [name for name, value in part.named_parameters() if not value.requires_grad],
+                "reorganization": getattr(model, "reorganization", Reorganization([])).to_plain(),
             }
         elif _is_ours(getattr(part.config, "quantization_config", None)):
             del part.config.quantization_config
@@ -95,11 +96,16 @@ def _register(readers: Any) -> None:
     class BlockConfig(QuantizationConfigMixin):  # type: ignore[misc, unused-ignore]
         """What `write_config` wrote, as transformers hands it on."""
 
-        def __init__(self, modules: Any = None, reorganization: Any = None, version: Any = None, **_: Any) -> None:
-            if version != _VERSION or not isinstance(modules, dict):
-                came = f"version {version!r:.80} with {modules!r:.80}"
-                raise CheckpointError(f"quantization_config: expected modules in version {_VERSION}, got {came}")
-            vars(self).update(quant_method=_METHOD, version=version, modules=modules, reorganization=reorganization)
+        def __init__(
+            self, modules: Any = None, frozen: Any = None, reorganization: Any = None, version: Any = None, **_: Any
+        ) -> None:
+            if version != _VERSION or not isinstance(modules, dict) or not isinstance(frozen, list):
+                came = f"version {version!r:.80} with {modules!r:.80} and {frozen!r:.80}"
+                raise CheckpointError(
+                    f"quantization_config: expected modules and frozen parameters in version {_VERSION}, got {came}"
+                )
+            vars(self).update(quant_method=_METHOD, version=version, modules=modules, frozen=frozen)
+            vars(self).update(reorganization=reorganization)
 
     class BlockReader(HfQuantizer):  # type: ignore[misc, unused-ignore]
         """Puts blocks in the place of layers before weights are loaded, and checks what was loaded into them."""
@@ -111,7 +117,11 @@ def _register(readers: Any) -> None:
 
         def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
             _check_loaded(model, self.expected)
-            model.reorganization = _record(self.config["reorganization"])
+            model.reorganization = Reorganization.from_plain(self.config["reorganization"], "quantization_config")
+            named = dict(model.named_parameters())
+            for name in self.config["frozen"]:
+                for spelled in set(_spellings(model, str(name))) & named.keys():
+                    named[spelled].requires_grad_(False)
             # from here it is a model like any other: blocks can be cast, trained and saved again
             model.config.quantization_config = self.config
             del model.hf_quantizer, model.quantization_method
@@ -141,8 +151,7 @@ def _put_blocks(model: Any, modules: dict[str, Any], files: Sequence[str] | None
         if place is None:
             continue
         built = build(description, f"{source}: {name}").to(torch.get_default_dtype())  # that of the model to come
-        parent, _, child = place.rpartition(".")
-        setattr(model.get_submodule(parent), child, built)
+        put_(model, place, built)
         expected |= {f"{place}.{key}": value.shape for key, value in built.state_dict().items()}
     if files is not None:  # what is not in the files is allocated
         stored = sum(math.prod(info.shape) for file in files for info in open_checkpoint(file).tensors.values())
@@ -183,6 +192,16 @@ def _pretrained(model: nn.Module) -> Iterator[Any]:
         yield from _pretrained(child)
 
 
+def _made_by_class(model: Any) -> nn.Module | None:
+    """What the model's class makes of its config, or None if it needs more than that."""
+    try:
+        with torch.device("meta"):
+            made: nn.Module = type(model)(copy.deepcopy(model.config))
+    except Exception:  # whatever a constructor of the user's raises
+        return None
+    return made
+
+
 def _module_at(model: nn.Module, name: str) -> nn.Module | None:
     try:
         return model.get_submodule(name) if name else None
@@ -198,24 +217,3 @@ def _holds(model: nn.Module, name: str, description: dict[str, Any]) -> bool:
 
 def _is_ours(config: Any) -> bool:
     return isinstance(config, dict) and config.get("quant_method") == _METHOD
-
-
-def _plain_record(record: Reorganization) -> dict[str, Any]:
-    orders = (" ".join(map(str, fold.order.tolist())) for fold in record.folds)  # a list would be a line per neuron
-    return {
-        "options": record.options,
-        "changes": [asdict(change) for change in record.changes],
-        "folds": [{"order": order, "places": fold.places} for order, fold in zip(orders, record.folds, strict=True)],
-    }
-
-
-def _record(plain: Any) -> Reorganization:
-    try:
-        changes = [LayerChange(**change) for change in plain["changes"]]
-        folds = [
-            Fold(torch.tensor([*map(int, f["order"].split())]), tuple((str(n), int(axis)) for n, axis in f["places"]))
-            for f in plain["folds"]
-        ]
-        return Reorganization(changes, folds, dict(plain["options"]))
-    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        raise CheckpointError(f"quantization_config: expected a record of changes, got {error!s:.200}") from None

@@ -17,7 +17,7 @@ class _Cost(NamedTuple):
 
 
 _COSTS = {
-    "linear": _Cost(0.75, 80_000, 100),
+    "linear": _Cost(0.75, 100_000, 100),
     "link": _Cost(0.75, 0, 100),  # a layer of a chain, which is called as a whole
     "chain": _Cost(0.75, 40_000, 100),
     "feed-forward": _Cost(0.75, 400_000, 1_000),
@@ -31,19 +31,23 @@ class Judge:
 
     only_if_faster: bool = True
 
-    def pays(self, kind: str, dense_macs: int, block_macs: int, inputs: int, outputs: int, blocks: int) -> bool:
+    def pays(self, kind: str, dense_macs: int, block_macs: int, blocks: int) -> bool:
         """Whether the blocks of a layer should replace it.
 
-        >>> Judge().pays("linear", 1024 * 1024, 4 * 256 * 256, 1024, 1024, 4)
+        >>> Judge().pays("linear", 1024 * 1024, 4 * 256 * 256, 4)
         True
-        >>> [Judge(faster).pays("linear", 64 * 64, 4 * 16 * 16, 64, 64, 4) for faster in (True, False)]
+        >>> [Judge(faster).pays("linear", 64 * 64, 4 * 16 * 16, 4) for faster in (True, False)]
         [False, True]
         """
         if not self.only_if_faster:
             return block_macs < dense_macs
         cost = _COSTS[kind]
-        if kind == "convolution" and blocks:  # grouped convolutions of few channels are slow
-            channels = max(1.0, min(inputs, outputs) / blocks)
-            block_macs = round(block_macs * (1 + 10 / channels + 100 / channels**2))
         overhead = cost.per_call + cost.per_block * blocks
         return block_macs <= cost.worth * dense_macs and block_macs + overhead <= dense_macs
+
+    def convolution_pays(self, dense_macs: int, block_macs: int, channels: float, blocks: int) -> bool:
+        """The same for a convolution whose blocks have so many channels: grouped convolutions of few are slow."""
+        if self.only_if_faster:
+            channels = max(1.0, channels)
+            block_macs = round(block_macs * (1 + 10 / channels + 100 / channels**2))
+        return self.pays("convolution", dense_macs, block_macs, blocks)

@@ -7,6 +7,7 @@ import sys
 
 from torch import Tensor, nn
 
+from crystallite.description import put_
 from crystallite.errors import InvalidOption
 from crystallite.operators.chain import BlockChain
 from crystallite.operators.conv import BlockConv
@@ -18,6 +19,7 @@ from crystallite.reorganization.huggingface import write_config
 from crystallite.reorganization.record import Reorganization
 from crystallite.reorganization.rewrite import replace_
 from crystallite.reorganization.runs import stages
+from crystallite.reorganization.units import set_trained_, trained
 
 __all__ = ["DenseFeedForward", "restore"]
 
@@ -103,12 +105,11 @@ def _put_back_(model: nn.Module, name: str, operator: BlockChain | BlockFeedForw
     """The layers of a run at the places it took, in an nn.Sequential that has kept them."""
     parent, _, place = name.rpartition(".")
     places = list(model.get_submodule(parent)._modules)
-    first = places.index(place)
-    for later, module in zip(places[first:], stages(operator), strict=False):
-        frozen = not any(p.requires_grad for p in operator.parameters())
-        setattr(model.get_submodule(parent), later, module.requires_grad_(not frozen))
+    for later, module in zip(places[places.index(place) :], stages(operator), strict=False):
         if isinstance(module, nn.Linear):
             module.training = operator.training
+            set_trained_(module, *trained(operator))
+        put_(model, f"{parent}.{later}" if parent else later, module)
 
 
 def _conv1d(dense: nn.Linear) -> nn.Module:

@@ -7,17 +7,18 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
-from torch.nn import functional as F
 from tqdm import tqdm
 
 from crystallite.annealing import nulls
-from crystallite.errors import InvalidOption
+from crystallite.description import put_
+from crystallite.errors import InvalidMatrix, InvalidOption
 from crystallite.operators.chain import BlockChain
 from crystallite.operators.feedforward import BlockFeedForward
 from crystallite.operators.recurrent import BlockRecurrent
+from crystallite.reorganization.calls import whole_by_definition
 from crystallite.reorganization.feedforward import recognise_feed_forward
 from crystallite.reorganization.fold import fold_
-from crystallite.reorganization.graph import Untraceable, trace
+from crystallite.reorganization.graph import Spaces, Untraceable, trace
 from crystallite.reorganization.huggingface import write_config
 from crystallite.reorganization.pays import Judge
 from crystallite.reorganization.record import Fold, LayerChange, Reorganization
@@ -29,7 +30,9 @@ from crystallite.reorganization.units import (
     change,
     find_units,
     has_hooks,
+    set_trained_,
     structure_of,
+    trained,
     would_pay,
 )
 from crystallite.structure.bipartite import BipartiteStructure
@@ -63,8 +66,9 @@ def reorganize(
     The result has the interface of the model and computes exactly what the model computes with the annealed weights;
     `cx.summary` says what each layer became, `cx.restore` undoes it. Linear layers, convolutions and recurrent networks
     become blocks; feed-forward pairs and consecutive layers of an `nn.Sequential` become one operator where that saves
-    more. A layer that stays one block, or whose blocks would not pay, keeps its place with its annealed weight. Tied
-    weights and other kinds of modules are left alone.
+    more and `forward` is seen to call them only together. A layer that stays one block, or whose blocks would not pay,
+    keeps its place with its annealed weight. Tied weights and other kinds of modules are left alone. Blocks are frozen
+    where their weights were.
 
     - `level`, `correction`, `random_walk`, `rule`: as for `anneal`. level=None anneals nothing and takes the nonzeros
       of the weights as they are.
@@ -74,7 +78,8 @@ def reorganize(
     - `example`: inputs (a tensor, a tuple or a dict) to follow the neurons through a model that cannot be traced
       without.
     - `fold`: put the order of hidden neurons into the stored weights where the model allows it, those of layers left
-      alone included, so that less is moved at run time. Inside, hidden neurons then have other numbers.
+      alone included, so that less is moved at run time. Inside, hidden neurons then have other numbers. Only `forward`
+      is followed, in evaluation and in training mode: a model with parameters that it does not use is not folded.
     - `only_if_faster`: replace a layer only where its blocks are expected to run faster on a CPU, small batches
       included; False: wherever they need fewer multiply-adds.
     - `progress`: a bar on standard error.
@@ -111,42 +116,52 @@ def reorganize(
         if structure is not None:
             structures[name] = structure
     judge = Judge(only_if_faster)
-    folds, reason = _fold_(result, usable, structures, example, judge) if fold else ([], "")
-    rewrite = _Rewrite(result, usable, structures, judge)
+    paying = {name: s for name, s in structures.items() if would_pay(usable[name], s, judge)}
+    whole, folds, reason = whole_by_definition(result), list[Fold](), ""
+    if (fold and paying) or any(run.parent not in whole for run in find_runs(result, usable)):
+        spaces, reason = _traced(result, example)
+        whole |= frozenset() if spaces is None else spaces.whole
+        if fold and paying and spaces is not None and not reason:
+            folds = fold_(result, paying, spaces)
+            moved = {name for each in folds for name, _ in each.places}
+            structures |= {name: _now(usable[name]) for name in structures if f"{name}.weight" in moved}
+    rewrite = _Rewrite(result, usable, structures, judge, whole)
     rewrite.run()
     rewrite.changes |= {name: _left_alone(unit) for name, unit in units.items() if unit.reason}
     options = {"level": level, "null": str(null), "correction": correction, "random_walk": random_walk, "rule": rule}
-    if reason:
+    if fold and paying and reason:
         options["not_folded"] = reason
     record = Reorganization([rewrite.changes[name] for name in units], folds, options)
     rewrite.model.reorganization = record  # type: ignore[assignment]
-    write_config(rewrite.model)
+    write_config(rewrite.model, model)
     return rewrite.model
 
 
-def _fold_(
-    model: nn.Module, units: dict[str, Unit], structures: dict[str, BipartiteStructure], example: Any, judge: Judge
-) -> tuple[list[Fold], str]:
-    """Fold the orders of layers that will be blocks into the weights, re-express their structures; or say why not."""
-    paying = {name: s for name, s in structures.items() if would_pay(units[name], s, judge)}
-    if not paying:
-        return [], ""
+def _traced(model: nn.Module, example: Any) -> tuple[Spaces | None, str]:
+    """What `forward` does with the model's neurons, as far as it can be followed, and why nothing may be folded."""
     try:
         spaces = trace(model, example)
     except Untraceable as error:
-        return [], str(error)
-    folds, folded = fold_(model, paying, spaces)
-    structures |= folded
-    return folds, ""
+        return None, str(error)
+    return spaces, f"{spaces.unused[0]} is not used by forward" if spaces.unused else ""
+
+
+def _now(unit: Unit) -> BipartiteStructure:
+    """The blocks of a layer with a structure, as its weights are now."""
+    structure = structure_of(unit)
+    assert structure is not None
+    return structure
 
 
 class _Rewrite:
     """The model while its units are replaced, those that go together before those that go alone."""
 
     def __init__(
-        self, model: nn.Module, units: dict[str, Unit], structures: dict[str, BipartiteStructure], judge: Judge
-    ) -> None:
-        self.model, self.units, self.structures, self.judge = model, units, structures, judge
+        self, model: nn.Module, units: dict[str, Unit], structures: dict[str, BipartiteStructure], judge: Judge,
+        whole: frozenset[str],
+    ) -> None:  # fmt: skip
+        """whole: nn.Sequentials that are only called as a whole."""
+        self.model, self.units, self.structures, self.judge, self.whole = model, units, structures, judge, whole
         self.shares = {name: unit.kept_share for name, unit in units.items()}
         self.paying = {name for name, s in structures.items() if would_pay(units[name], s, judge)}
         linear = {name: s for name, s in structures.items() if units[name].kind == "linear"}
@@ -156,18 +171,26 @@ class _Rewrite:
     def run(self) -> None:
         for name, module in list(self.model.named_modules()):
             self._feed_forward(name, module)
-        for run in list(find_runs(self.model, self._left())):
+        for run in self._runs(self._left()):
             pair = channel_pair(run, self._alone(run.names), self.judge)
             if pair is not None:
                 self._record_pair(run.names, pair, {})
                 self._replace_run(run, pair)
-        for run in list(find_runs(self.model, self._left() & self.links)):
+        for run in self._runs(self._left() & self.links):
             found = chain(run, self.judge)
             if found is not None:
                 self._record_chain(run.names, found)
                 self._replace_run(run, found)
         for name in self._left():
             self._single(self.units[name])
+
+    def _runs(self, names: set[str]) -> list[Run]:
+        """Runs of layers that are called only together and are frozen alike."""
+        alike: dict[tuple[bool, bool], set[str]] = {}
+        for name in names:
+            alike.setdefault(trained(self.units[name].module), set()).add(name)
+        found = (run for group in alike.values() for run in find_runs(self.model, group))
+        return [run for run in found if run.parent in self.whole]
 
     def _left(self) -> set[str]:
         return self.units.keys() - self.changes.keys()
@@ -186,25 +209,36 @@ class _Rewrite:
         names = [prefix + child for child, layer in module.named_children() if type(layer) is nn.Linear]
         if type(module) is nn.Sequential or has_hooks(module) or not all(member in self.units for member in names):
             return
+        if len({trained(self.units[member].module) for member in names}) != 1:
+            return
         kept, whole = (sum(f(n) for n in names) for f in (self._kept, lambda n: self.units[n].macs))
-        found = recognise_feed_forward(module) if self.judge.pays("feed-forward", whole, kept, 0, 0, 0) else None
+        found = recognise_feed_forward(module) if self.judge.pays("feed-forward", whole, kept, 0) else None
         if found is None:
             return
         first, second = module.get_submodule(found.first), module.get_submodule(found.second)
         gate = module.get_submodule(found.gate) if found.gate else None
         operator = BlockFeedForward.from_dense(first, found.activation, second, gate)  # type: ignore[arg-type]
-        ends = operator.in_features, operator.out_features
-        pays = self.judge.pays("feed-forward", operator.dense_macs, operator.macs, *ends, operator.n_blocks)
+        pays = self.judge.pays("feed-forward", operator.dense_macs, operator.macs, operator.n_blocks)
         if operator.macs >= self._alone(names) or not pays:  # of equals, layers with folded orders are faster
             return
         self._record_pair(names, operator, {prefix + child: role for child, role in found.roles.items()})
-        self.model = replace_(self.model, name, operator)
+        self._replace(name, operator, names)
 
     def _replace_run(self, run: Run, operator: BlockChain | BlockFeedForward) -> None:
         prefix = f"{run.parent}." if run.parent else ""
-        self.model = replace_(self.model, prefix + run.places[0], operator)
+        self._replace(prefix + run.places[0], operator, run.names)
         for place in run.places[1:]:
             self.model = replace_(self.model, prefix + place, nn.Identity())
+
+    def _replace(self, name: str, operator: nn.Module, layers: Sequence[str]) -> None:
+        """Put an operator in the place of layers, all of whose weights it must hold: others would be lost silently."""
+        kept, there = (sum(map(_nonzeros, m)) for m in ([operator], [self.units[layer].module for layer in layers]))
+        if kept != there:
+            raise InvalidMatrix(
+                f"{', '.join(layers) or 'the model'}: expected blocks that hold all {there} nonzero numbers, they hold "
+                f"{kept}; add the layer to ignore= and report this"
+            )
+        self.model = replace_(self.model, name, operator)
 
     def _record_pair(self, names: Sequence[str], pair: BlockFeedForward, roles: dict[str, str]) -> None:
         """A row for each layer; what the pair needs is shared out by what the layers had."""
@@ -234,7 +268,7 @@ class _Rewrite:
                 unit, f"dense, annealed: {why}", unit.macs, _size(unit.module), share, blocks
             )
             return
-        self.model = replace_(self.model, unit.name, operator)
+        self._replace(unit.name, operator, [unit.name])
         became = _blocks(operator.n_blocks)
         if isinstance(operator, BlockRecurrent):
             became = f"{operator.n_sccs} SCCs in {became}"
@@ -242,28 +276,14 @@ class _Rewrite:
 
 
 def replace_(model: nn.Module, name: str, module: nn.Module) -> nn.Module:
-    """The model with another module at a place; that is the module itself if the place is the whole model."""
+    """The model with another module at a place, in the mode and as frozen as the old one was, weights and biases apart.
+
+    That is the module itself if the place is the whole model.
+    """
     old = model.get_submodule(name)
     module.training = old.training  # only its own: activations inside it keep theirs
-    if not any(p.requires_grad for p in old.parameters()):
-        module.requires_grad_(False)
-    if not name:
-        return module
-    parent_name, _, place = name.rpartition(".")
-    parent = model.get_submodule(parent_name)
-    setattr(parent, place, module)
-    if isinstance(parent, nn.TransformerEncoderLayer):
-        _choose_kernel_(parent)
-    return model
-
-
-def _choose_kernel_(layer: nn.TransformerEncoderLayer) -> None:
-    """PyTorch's fused kernel takes dense weights: it would have blocks filled up for every call, so it is left out."""
-    dense = all(type(child) is nn.Linear for child in (layer.linear1, layer.linear2))
-    activation: Any = layer.activation
-    is_relu = activation is F.relu or isinstance(activation, nn.ReLU)
-    is_gelu = activation is F.gelu or isinstance(activation, nn.GELU)
-    layer.activation_relu_or_gelu = (1 * is_relu or 2 * is_gelu) if dense else 0
+    set_trained_(module, *trained(old))
+    return put_(model, name, module)
 
 
 def _left_alone(unit: Unit) -> LayerChange:
@@ -276,6 +296,10 @@ def _blocks(count: int) -> str:
 
 def _size(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
+
+
+def _nonzeros(module: nn.Module) -> int:
+    return sum(int(p.count_nonzero()) for p in module.parameters())
 
 
 def _shared(total: int, weights: Sequence[int]) -> list[int]:

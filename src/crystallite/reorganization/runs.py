@@ -29,6 +29,8 @@ class Run:
 def find_runs(model: nn.Module, usable: Container[str]) -> Iterator[Run]:
     """The longest runs of at least two layers whose names are usable.
 
+    They may become one operator only if nothing but their nn.Sequential calls them: see `calls`.
+
     >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Dropout(), nn.Linear(3, 3), nn.Softmax(-1), nn.Linear(3, 1))
     >>> [(run.places, run.names) for run in find_runs(net, {"0", "3", "5"})]
     [(('0', '1', '2', '3'), ('0', '3'))]
@@ -69,8 +71,7 @@ def _run(parent: str, stretch: list[tuple[str, nn.Module]]) -> Iterator[Run]:
 def chain(run: Run, judge: Judge) -> BlockChain | None:
     """The run as one chain, or None if that would not pay."""
     found = BlockChain.from_dense(run.layers, run.activations)
-    ends = found.in_features, found.out_features
-    return found if judge.pays("chain", found.dense_macs, found.macs, *ends, found.n_blocks) else None
+    return found if judge.pays("chain", found.dense_macs, found.macs, found.n_blocks) else None
 
 
 def channel_pair(run: Run, alternative: int, judge: Judge) -> BlockFeedForward | None:
@@ -78,9 +79,8 @@ def channel_pair(run: Run, alternative: int, judge: Judge) -> BlockFeedForward |
     if len(run.layers) != 2:
         return None
     found = BlockFeedForward.from_dense(run.layers[0], run.activations[0], run.layers[1])
-    ends = found.in_features, found.out_features
     fewer = found.form == "channels" and found.macs < alternative
-    pays = judge.pays("feed-forward", found.dense_macs, found.macs, *ends, found.n_blocks)
+    pays = judge.pays("feed-forward", found.dense_macs, found.macs, found.n_blocks)
     return found if fewer and pays else None
 
 

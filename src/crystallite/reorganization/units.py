@@ -23,7 +23,18 @@ from crystallite.structure.bipartite import BipartiteStructure
 from crystallite.structure.decompose import decompose
 from crystallite.weights.names import is_fused_qkv
 
-__all__ = ["Unit", "anneal_", "block_operator", "change", "find_units", "has_hooks", "structure_of", "would_pay"]
+__all__ = [
+    "Unit",
+    "anneal_",
+    "block_operator",
+    "change",
+    "find_units",
+    "has_hooks",
+    "set_trained_",
+    "structure_of",
+    "trained",
+    "would_pay",
+]
 
 _KINDS = {
     nn.Linear: "linear",
@@ -112,6 +123,8 @@ def _why_left_alone(unit: Unit, tied: bool, reused: bool) -> str:
         return "hooks are attached to it"
     if getattr(module, "proj_size", 0):
         return "a projected state (proj_size) mixes all blocks"
+    if isinstance(module, nn.RNNBase) and len({(p.ndim, p.requires_grad) for p in module.parameters()}) > 2:
+        return "only some of its weights are frozen"
     return ""
 
 
@@ -150,8 +163,10 @@ def structure_of(unit: Unit) -> BipartiteStructure | None:
 def would_pay(unit: Unit, structure: BipartiteStructure, judge: Judge, kind: str = "") -> bool:
     """Whether the unit's blocks alone, in this structure, are worth it; `kind`: what they would be instead."""
     per_pair = unit.module.weight[0, 0].numel() if isinstance(unit.module, Convolution) else 1  # kernel positions
-    outputs, inputs = structure.shape
-    return judge.pays(kind or unit.kind, unit.macs, structure.macs * per_pair, inputs, outputs, structure.n_blocks)
+    macs, blocks = structure.macs * per_pair, structure.n_blocks
+    if unit.kind == "convolution":
+        return judge.convolution_pays(unit.macs, macs, min(structure.shape) / max(blocks, 1), blocks)
+    return judge.pays(kind or unit.kind, unit.macs, macs, blocks)
 
 
 def block_operator(unit: Unit, structure: BipartiteStructure | None, judge: Judge) -> nn.Module | None:
@@ -164,10 +179,10 @@ def block_operator(unit: Unit, structure: BipartiteStructure | None, judge: Judg
     assert structure is not None
     if isinstance(module, Convolution):
         return BlockConv.from_dense(module, structure) if would_pay(unit, structure, judge) else None
-    rows, cols = structure.shape
+    rows, _ = structure.shape
     blocks = _blocks_of_thirds(unit.matrix) if is_fused_qkv(f"{unit.name}.weight") and rows % 3 == 0 else []
     thirds_macs = sum(len(r) * len(c) for r, c in blocks)
-    thirds_pay = judge.pays("linear", unit.macs, thirds_macs, cols, rows, len(blocks))
+    thirds_pay = judge.pays("linear", unit.macs, thirds_macs, len(blocks))
     if blocks and thirds_macs < structure.macs and thirds_pay:
         return BlockLinear.from_blocks(unit.matrix, unit.bias, blocks)
     return BlockLinear.from_dense(unit.matrix, unit.bias, structure) if would_pay(unit, structure, judge) else None
@@ -188,6 +203,32 @@ def change(
     return LayerChange(
         unit.name, became, unit.macs, macs, before, parameters, share, blocks, type(unit.module).__name__, role
     )
+
+
+def trained(module: nn.Module) -> tuple[bool, bool]:
+    """Whether the weights of a layer, or of the operator that replaced it, are trained, and whether its biases are.
+
+    Biases that are not there count as weights, weights that are not there as trained.
+
+    >>> trained(nn.Linear(2, 2).requires_grad_(False)), trained(nn.ReLU())
+    ((False, False), (True, True))
+    """
+    flags = {False: list[bool](), True: list[bool]()}
+    for name, parameter in module.named_parameters():
+        flags[_is_bias(name)].append(parameter.requires_grad)
+    weights = any(flags[False]) or not flags[False]
+    return weights, any(flags[True]) if flags[True] else weights
+
+
+def set_trained_(module: nn.Module, weights: bool, biases: bool) -> None:
+    """Freeze a layer or operator as `trained` said of another."""
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(biases if _is_bias(name) else weights)
+
+
+def _is_bias(name: str) -> bool:
+    """`bias`, `bias_ih_l0`, `channels.0.first.biases.1`."""
+    return name.rstrip("0123456789.").rpartition(".")[2].startswith("bias")
 
 
 def has_hooks(module: nn.Module) -> bool:

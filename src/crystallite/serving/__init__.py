@@ -1,0 +1,11 @@
+"""Models as services: a transform tier in front of an inference tier, in process or over the network."""
+
+from crystallite.serving.engine import Engine
+from crystallite.serving.limits import Limits
+from crystallite.serving.listening import Listener
+from crystallite.serving.machine import Machine
+from crystallite.serving.plan import Plan, plan
+from crystallite.serving.refusal import Refusal
+from crystallite.serving.service import Service
+
+__all__ = ["Engine", "Limits", "Listener", "Machine", "Plan", "Refusal", "Service", "plan"]

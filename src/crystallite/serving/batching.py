@@ -1,0 +1,134 @@
+"""`Batcher`: requests that arrive while others are computed are computed together."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from crystallite.serving.limits import Limits
+from crystallite.serving.metrics import Metrics
+from crystallite.serving.refusal import Refusal
+
+__all__ = ["Batcher"]
+
+
+@dataclass(eq=False)
+class _Waiting:
+    x: Tensor
+    answer: asyncio.Future[Tensor]
+    arrived: float = field(default_factory=time.monotonic)
+
+
+class Batcher:
+    """A bounded queue in front of a function of batches, which is called for one batch at a time.
+
+    An idle function is called at once, or after `max_wait`; while it is busy, requests gather and become the next
+    batch. Whoever has left or has waited too long is not computed. If a batch of several requests fails, each of them
+    is computed alone, so that none fails for another.
+    """
+
+    def __init__(
+        self, model: str, run: Callable[[Tensor], Awaitable[Tensor]], limits: Limits, metrics: Metrics
+    ) -> None:
+        self._model, self._run, self._limits, self._metrics = model, run, limits, metrics
+        self._queue: list[_Waiting] = []
+        self._arrival = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._closed = False
+        self._batch_seconds = 0.0  # of the last batch
+
+    @property
+    def waiting(self) -> int:
+        """Requests that are not computed yet."""
+        return len(self._queue)
+
+    async def infer(self, x: Tensor, timeout: float | None = None) -> Tensor:
+        """The answer for these samples, or a `Refusal`: 429 if the queue is full, 503 if closed, 504 if too late."""
+        if self._closed:
+            raise Refusal(503, f"{self._model} is shutting down", retry_after=1)
+        if len(self._queue) >= self._limits.max_queue:
+            raise Refusal(429, f"{self._model}: {len(self._queue)} requests wait already", self._retry_after())
+        allowed = min(timeout or math.inf, self._limits.timeout)
+        waiting = _Waiting(x, asyncio.get_running_loop().create_future())
+        self._queue.append(waiting)
+        self._arrival.set()
+        if self._task is None:
+            self._task = asyncio.create_task(self._work())
+        try:
+            async with asyncio.timeout(allowed):
+                return await waiting.answer
+        except TimeoutError:
+            raise Refusal(504, f"{self._model}: no answer within {allowed:g} s") from None
+        finally:
+            if waiting in self._queue:  # it has left: others may take its place
+                self._queue.remove(waiting)
+
+    async def close(self) -> None:
+        """Take no more requests, and return when those that were taken are answered."""
+        self._closed = True
+        if self._task is not None:
+            await asyncio.wait([self._task])
+
+    async def _work(self) -> None:
+        """Batch after batch until nobody waits."""
+        try:
+            while self._queue:
+                if self._limits.max_wait:
+                    await self._gather()
+                batch = self._take()
+                if batch:
+                    started = time.monotonic()
+                    await self._answer(batch)
+                    self._batch_seconds = time.monotonic() - started
+        finally:
+            self._task = None
+
+    async def _gather(self) -> None:
+        """Wait for a full batch, but not longer than the first request may wait."""
+        until = self._queue[0].arrived + self._limits.max_wait
+        while self._queue and sum(len(w.x) for w in self._queue) < self._limits.max_batch:
+            self._arrival.clear()
+            try:
+                async with asyncio.timeout(until - time.monotonic()):
+                    await self._arrival.wait()
+            except TimeoutError:
+                return
+
+    def _take(self) -> list[_Waiting]:
+        """The requests that come first, as many as a batch holds, at least one."""
+        batch: list[_Waiting] = []
+        samples = 0
+        while self._queue and (not batch or samples + len(self._queue[0].x) <= self._limits.max_batch):
+            samples += len(self._queue[0].x)
+            batch.append(self._queue.pop(0))
+        return batch
+
+    async def _answer(self, batch: list[_Waiting]) -> None:
+        batch = [waiting for waiting in batch if not waiting.answer.done()]  # the others have left
+        if not batch:
+            return
+        x = batch[0].x if len(batch) == 1 else torch.cat([waiting.x for waiting in batch])
+        self._metrics.observe("crystallite_batch_samples", len(x), model=self._model)
+        try:
+            y = await self._run(x)
+        except Exception as error:  # delivered to whoever asked; the queue goes on
+            if len(batch) > 1:
+                for waiting in batch:
+                    await self._answer([waiting])
+            elif not batch[0].answer.done():
+                batch[0].answer.set_exception(error)
+            return
+        for waiting, rows in zip(batch, y.split([len(waiting.x) for waiting in batch]), strict=True):
+            if not waiting.answer.done():
+                waiting.answer.set_result(rows)
+
+    def _retry_after(self) -> int:
+        """Whole seconds, at least one, after which the queue should have been worked off."""
+        batches = sum(len(waiting.x) for waiting in self._queue) / self._limits.max_batch
+        return max(1, math.ceil(batches * self._batch_seconds))

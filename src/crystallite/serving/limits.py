@@ -1,0 +1,35 @@
+"""`Limits`: how much a service takes on at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from crystallite.errors import InvalidOption
+
+__all__ = ["Limits"]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a service accepts and how long it keeps it; each model has a queue of its own.
+
+    >>> Limits(max_batch=0)
+    Traceback (most recent call last):
+    crystallite.errors.InvalidOption: max_batch: expected at least 1, got 0
+    """
+
+    max_batch: int = 64  # samples that are computed together; a larger request is computed alone
+    max_wait: float = 0.0  # seconds an idle model waits for more samples before it computes a batch that is not full
+    max_queue: int = 256  # requests that wait while others are computed
+    timeout: float = 30.0  # seconds a request may take, unless it names fewer
+    max_bytes: int = 64 << 20  # of a request's body
+    attempts: int = 3  # calls of a piece before its failure is believed
+
+    def __post_init__(self) -> None:
+        for name in ("max_batch", "max_queue", "max_bytes", "attempts"):
+            if getattr(self, name) < 1:
+                raise InvalidOption(f"{name}: expected at least 1, got {getattr(self, name)}")
+        if not self.max_wait >= 0:
+            raise InvalidOption(f"max_wait: expected seconds, 0 or more, got {self.max_wait}")
+        if not self.timeout > 0:
+            raise InvalidOption(f"timeout: expected seconds, more than 0, got {self.timeout}")

@@ -1,0 +1,19 @@
+"""`Refusal`: why a request gets no answer, and what an HTTP client is told."""
+
+from __future__ import annotations
+
+from crystallite.errors import CrystalliteError
+
+__all__ = ["Refusal"]
+
+
+class Refusal(CrystalliteError):
+    """A request that was not answered: `status` is its HTTP code, `retry_after` seconds after which to try again.
+
+    >>> Refusal(429, "the queue is full", retry_after=2).status
+    429
+    """
+
+    def __init__(self, status: int, message: str, retry_after: int | None = None) -> None:
+        super().__init__(message)
+        self.status, self.retry_after = status, retry_after

@@ -1,0 +1,163 @@
+"""`Service`: models that answer, in process or over the network."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Coroutine, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from crystallite.errors import CrystalliteError, InvalidOption
+from crystallite.serving.limits import Limits
+from crystallite.serving.machine import Machine
+from crystallite.serving.metrics import Metrics
+from crystallite.serving.model import ServedModel, Source, name_of
+from crystallite.serving.refusal import Refusal
+
+__all__ = ["Service"]
+
+Result = TypeVar("Result")
+StrPath = str | os.PathLike[str]
+
+
+class Service:
+    """The two-tier service of some models, on an event loop in a thread of its own.
+
+    >>> import tempfile
+    >>> from crystallite import reorganize, save
+    >>> model = nn.Linear(4, 2, bias=False)
+    >>> _ = nn.init.eye_(model.weight)
+    >>> folder = save(reorganize(model, level=None, only_if_faster=False), tempfile.mkdtemp() + "/small")
+    >>> with Service.load(folder, unvalidated=True) as service:
+    ...     service.infer(torch.arange(4.0)[None])
+    tensor([[0., 1.]])
+    """
+
+    def __init__(self, sources: Mapping[str, Source], limits: Limits) -> None:
+        if not sources:
+            raise InvalidOption("expected at least one model to serve, got none")
+        self.limits, self.metrics = limits, Metrics()
+        self._sources = dict(sources)
+        self._models = {name: ServedModel.open(name, s, limits, self.metrics) for name, s in sources.items()}
+        self._reloading = asyncio.Lock()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="crystallite-service", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def load(
+        cls,
+        artifacts: StrPath | Mapping[str, StrPath],
+        *,
+        into: nn.Module | None = None,
+        shape: tuple[int, ...] | None = None,
+        batch: int = 1,
+        unvalidated: bool = False,
+        limits: Limits | None = None,
+        machine: Machine | None = None,
+    ) -> Service:
+        """A service of one saved model, called as its folder, or of several by name.
+
+        - `into`: an instance of the original, for a model with code of its own.
+        - `shape`: of one sample, where the first layer does not say it.
+        - `batch`, `machine`: as for `plan`.
+        - `unvalidated`: serve a model without a verdict, or with one that it failed.
+        """
+        paths = artifacts if isinstance(artifacts, Mapping) else {name_of(artifacts): artifacts}
+        if len(paths) > 1 and (into is not None or shape is not None):
+            raise InvalidOption("into and shape say what one model is, but there are several; serve it alone")
+        sources = {name: Source(Path(path), into, shape, batch, unvalidated, machine) for name, path in paths.items()}
+        return cls(sources, limits or Limits())
+
+    @property
+    def models(self) -> Mapping[str, ServedModel]:
+        """By name, the versions that answer now."""
+        return self._models
+
+    def model(self, name: str, version: str | None = None) -> ServedModel:
+        """The model of that name, or a `Refusal` with status 404."""
+        found = self._models.get(name)
+        if found is None:
+            raise Refusal(404, f"no model {name!r:.80}; there are {', '.join(self._models)}")
+        if version not in (None, found.version):
+            raise Refusal(404, f"{name} has version {found.version}, not {version!r:.80}")
+        return found
+
+    def infer(self, x: Tensor | np.ndarray, model: str | None = None, timeout: float | None = None) -> Tensor:
+        """The model's answer for a batch of samples, through both tiers and without a network.
+
+        May be called from many threads: their samples are computed together. A bad input, a full queue or a passed
+        timeout (seconds) raises `Refusal`.
+        """
+        if model is None and len(self._models) > 1:
+            raise InvalidOption(f"model: say which, there are {', '.join(self._models)}")
+        name = next(iter(self._models)) if model is None else model
+        return self.run(self.answered(name, torch.as_tensor(x), timeout))[0]
+
+    async def answered(
+        self, name: str, x: Tensor, timeout: float | None = None, version: str | None = None
+    ) -> tuple[Tensor, str]:
+        """The answer for some samples and the version that gave it.
+
+        The version is chosen where it takes the request, so that none is lost to one that is being replaced.
+        """
+        model = self.model(name, version)
+        return await model.infer(x, timeout), model.version
+
+    def reload(self, name: str) -> ServedModel:
+        """Open the model's folder again and let the new version answer; see `reloaded`."""
+        return self.run(self.reloaded(name))
+
+    async def reloaded(self, name: str) -> ServedModel:
+        """A new version of a model in the place of the old one, which answers all that it has accepted.
+
+        A version that cannot be served, or whose verdict does not allow it, changes nothing and raises.
+        """
+        self.model(name)
+        async with self._reloading:
+            try:
+                new = await asyncio.to_thread(ServedModel.open, name, self._sources[name], self.limits, self.metrics)
+            except CrystalliteError:
+                self.metrics.count("crystallite_reloads_total", model=name, outcome="refused")
+                raise
+            old, self._models[name] = self._models[name], new
+            self.metrics.count("crystallite_reloads_total", model=name, outcome="served")
+        await old.close()
+        return new
+
+    def run(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """The result of a coroutine on the service's event loop."""
+        return self.start(work).result()
+
+    def start(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
+        """Begin a coroutine on the service's event loop."""
+        if not self._thread.is_alive():
+            work.close()
+            raise Refusal(503, "the service is closed")
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def close(self) -> None:
+        """Take no more requests, answer those that were accepted, and stop; a second call does nothing."""
+        if not self._thread.is_alive():
+            return
+        for model in self._models.values():
+            self.run(model.close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def __enter__(self) -> Service:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

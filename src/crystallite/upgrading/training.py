@@ -1,0 +1,203 @@
+"""Fine-tuning while the threshold of the Neyman test rises from nothing to what the null asks for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from crystallite.errors import InvalidOption
+from crystallite.upgrading.checkpoint import Checkpoints, State
+from crystallite.upgrading.running import call, device_of, moved
+from crystallite.upgrading.straight_through import Gate
+from crystallite.validation.batches import Batch, batches
+
+__all__ = ["Epoch", "Schedule", "train_"]
+
+_SECONDS = 30.0  # between two checkpoints inside an epoch
+Loss = Callable[[Tensor, Tensor], Tensor]
+Metric = Callable[[nn.Module], float]
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """What one epoch came to."""
+
+    epoch: int
+    loss: float  # mean over its batches
+    metric: float | None
+    threshold: float  # at its end, as a share of the final one
+    acting: float  # share of the weights inside blocks that reach it
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Learning rate and threshold over time: the rate falls linearly to zero, the threshold rises, then stays.
+
+    >>> [Schedule(1, 0.01).at(step, 10) for step in (0, 5, 9)]
+    [(0.01, 0.0), (0.005, 0.625), (0.0009999999999999998, 1.0)]
+    """
+
+    epochs: int
+    learning_rate: float
+    rise: float = 0.8  # share of the steps after which the threshold is the final one
+
+    def at(self, step: int, total: int) -> tuple[float, float]:
+        """The learning rate, and the threshold as a share of the final one."""
+        return self.learning_rate * (1 - step / total), min(1.0, step / (self.rise * total))
+
+
+class _Run:
+    """A model while it is trained: all that changes is in `state`."""
+
+    def __init__(
+        self, model: nn.Module, schedule: Schedule, gates: Mapping[str, Gate], thresholds: Mapping[str, float]
+    ):
+        self.model, self.schedule, self.gates, self.thresholds = model, schedule, gates, thresholds
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.Adam(self.parameters, schedule.learning_rate)
+        self.step, self.sum = 0, 0.0  # steps taken, loss of this epoch so far
+        self.history: list[Epoch] = []
+
+    def set_time(self, step: int, total: int) -> float:
+        rate, share = self.schedule.at(step, total)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        for name, gate in self.gates.items():
+            gate.threshold = share * self.thresholds[name]
+        return share
+
+    def state(self) -> State:
+        tensors = {f"model.{name}": value for name, value in self.model.state_dict().items()}
+        for i, state in self.optimizer.state_dict()["state"].items():
+            tensors |= {f"optimizer.{i}.{name}": value for name, value in state.items()}
+        tensors["random"] = torch.get_rng_state()
+        return State(tensors, {"step": self.step, "sum": self.sum, "history": [asdict(e) for e in self.history]})
+
+    def load(self, state: State) -> None:
+        self.model.load_state_dict({name[6:]: t for name, t in state.tensors.items() if name.startswith("model.")})
+        moments: dict[int, dict[str, Tensor]] = {}
+        for name, tensor in state.tensors.items():
+            if name.startswith("optimizer."):
+                _, number, key = name.split(".")
+                moments.setdefault(int(number), {})[key] = tensor
+        stored = self.optimizer.state_dict()
+        self.optimizer.load_state_dict({"state": moments, "param_groups": stored["param_groups"]})
+        self.step, self.sum = int(state.record["step"]), float(state.record["sum"])
+        self.history = [Epoch(**epoch) for epoch in state.record["history"]]
+        torch.set_rng_state(state.tensors["random"])
+
+
+def train_(
+    model: nn.Module,
+    dense: nn.Module,
+    gates: Mapping[str, Gate],
+    thresholds: Mapping[str, float],
+    ends: Sequence[str],
+    data: Any,
+    loss: Loss | None,
+    metric: Metric | None,
+    schedule: Schedule,
+    seed: int,
+    checkpoints: Checkpoints | None,
+    progress: bool,
+) -> list[Epoch]:
+    """Train the model in place, by a loss or without labels by likeness to the dense model; returns the history.
+
+    gates, thresholds: of the layers that separate; ends: the last layer of each chain, compared without labels.
+    Batches come in the same order for the same seed, if their order depends on nothing but PyTorch's random numbers,
+    which are seeded here.
+    Without labels the model runs in evaluation mode: dropout would be noise in what is to be matched.
+    """
+    length = sum(1 for _ in batches(data))
+    total = length * schedule.epochs
+    run = _Run(model, schedule, gates, thresholds)
+    saved = None if checkpoints is None else checkpoints.latest()
+    if saved is not None:
+        run.load(saved)
+    bar = tqdm(total=total, initial=run.step, unit="batch", disable=not progress)
+    written = time.monotonic()
+    for epoch in range(run.step // length, schedule.epochs):
+        for batch in _rest(data, seed * 1_000_003 + epoch, length, run.step % length):
+            model.train(loss is not None)
+            share = run.set_time(run.step, total)
+            error = _similarity(model, dense, ends, batch) if loss is None else _loss(model, loss, batch)
+            run.optimizer.zero_grad()
+            error.backward()
+            run.optimizer.step()
+            run.step, run.sum = run.step + 1, run.sum + float(error.detach())
+            bar.update()
+            if run.step % length == 0:
+                run.set_time(run.step, total)
+                model.eval()
+                found = None if metric is None else float(metric(model))
+                acting = sum(int(_acting(model, n)) for n in gates) / sum(int(g.mask.sum()) for g in gates.values())
+                run.history.append(Epoch(epoch + 1, run.sum / length, found, share, acting))
+                run.sum = 0.0
+            if checkpoints and (run.step % length == 0 or time.monotonic() - written > _SECONDS):
+                checkpoints.write(run.step, run.state())
+                written = time.monotonic()
+    bar.close()
+    run.set_time(total, total)
+    model.eval()
+    return run.history
+
+
+def _rest(data: Any, seed: int, length: int, done: int) -> Iterator[Batch]:
+    """The batches of an epoch after those that are done, with the random numbers as they were then."""
+    state = torch.get_rng_state()
+    torch.manual_seed(seed)
+    number = -1
+    for number, batch in enumerate(batches(data)):
+        if number == done and done:
+            torch.set_rng_state(state)
+        if number >= done:
+            yield batch
+    if number + 1 != length:
+        raise InvalidOption(f"data: expected {length} batches in every epoch, got {number + 1}")
+
+
+def _loss(model: nn.Module, loss: Loss, batch: Batch) -> Tensor:
+    if batch.target is None:
+        raise InvalidOption("data: a loss needs batches (inputs, target); pass loss=None to match the dense model")
+    return loss(call(model, batch), moved(batch.target, device_of(model)))
+
+
+def _similarity(model: nn.Module, dense: nn.Module, ends: Sequence[str], batch: Batch) -> Tensor:
+    """Squared error to the dense model relative to its variance: of the output, and on average of the chains' ends."""
+    with torch.no_grad(), _watched(dense, ends) as expected:
+        target = call(dense, batch)
+    with _watched(model, ends) as found:
+        error = _relative(call(model, batch), target)
+    return error + sum((_relative(found[name], expected[name]) for name in ends), torch.zeros(())) / len(ends)
+
+
+def _relative(found: Tensor, expected: Tensor) -> Tensor:
+    return (found - expected).square().mean() / expected.var().clamp_min(1e-12)
+
+
+@contextmanager
+def _watched(model: nn.Module, names: Sequence[str]) -> Iterator[dict[str, Tensor]]:
+    """What some layers return while the model runs."""
+    found: dict[str, Tensor] = {}
+    handles = [
+        model.get_submodule(name).register_forward_hook(lambda _, __, output, name=name: found.update({name: output}))
+        for name in names
+    ]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@torch.no_grad()
+def _acting(model: nn.Module, name: str) -> int:
+    layer: Any = model.get_submodule(name)
+    return int(torch.count_nonzero(layer.weight))

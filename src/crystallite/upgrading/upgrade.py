@@ -1,0 +1,282 @@
+"""`upgrade`: continued training to exact separation."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from crystallite.annealing import nulls
+from crystallite.annealing.anneal import anneal
+from crystallite.artifact import source_sha256
+from crystallite.errors import CrystalliteError, InvalidOption
+from crystallite.reorganization.graph import trace
+from crystallite.upgrading.blocks import clear_idle_, in_blocks
+from crystallite.upgrading.checkpoint import Checkpoints
+from crystallite.upgrading.partition import (
+    Chain,
+    Partition,
+    find_chains,
+    joint_components,
+    random_partition,
+    spread_partition,
+)
+from crystallite.upgrading.refit import refit_, seen
+from crystallite.upgrading.running import call
+from crystallite.upgrading.scale import balance_
+from crystallite.upgrading.straight_through import attach, harden_
+from crystallite.upgrading.training import Epoch, Loss, Metric, Schedule, train_
+from crystallite.validation.batches import Batch, batches, repeatable
+
+__all__ = ["Upgrading", "upgrade"]
+
+_SAMPLES = 8192  # rows that least squares reads, or four times the inputs of the widest block
+
+
+@dataclass(frozen=True)
+class Upgrading:
+    """How a model was upgraded, kept on it as `model.upgrading`."""
+
+    blocks: int  # of every chain, found by `decompose` in the annealed weights
+    partition: Partition
+    nulls: dict[str, nulls.Null]  # by parameter name: `anneal(w, null, level, rule="neyman")` keeps all nonzeros
+    level: float
+    thresholds: dict[str, float]  # by layer: what the null asks for at the level
+    schedule: Schedule
+    history: tuple[Epoch, ...]
+    balanced: tuple[str, ...]  # layers whose inputs were brought into balanced units first
+    strays: int  # weights of fragments beside the blocks that were set to zero at the end
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "blocks": self.blocks,
+            "chains": [list(chain.layers) for chain in self.partition.chains],
+            "nulls": {name: null.name for name, null in self.nulls.items()},
+            "level": self.level,
+            "thresholds": self.thresholds,
+            "schedule": asdict(self.schedule),
+            "history": [asdict(epoch) for epoch in self.history],
+            "balanced": list(self.balanced),
+            "strays": self.strays,
+        }
+
+    def __repr__(self) -> str:
+        last = self.history[-1]
+        metric = "" if last.metric is None else f", metric {last.metric:.4g}"
+        chains = len(self.partition.chains)
+        return (
+            f"Upgrading({self.blocks} blocks in {chains} chain{'s' * (chains > 1)}, "
+            f"{len(self.history)} epochs: loss {self.history[0].loss:.4g} → {last.loss:.4g}{metric}, "
+            f"{last.acting:.0%} of the weights inside blocks act)"
+        )
+
+
+def upgrade(
+    model: nn.Module,
+    *,
+    blocks: int,
+    data: Any,
+    loss: Loss | None = None,
+    metric: Metric | None = None,
+    epochs: int = 5,
+    learning_rate: float = 5e-3,
+    null: str | nulls.Null | Mapping[str, nulls.Null] = "init",
+    level: float = 0.001,
+    targets: str | Sequence[str] | None = None,
+    ignore: str | Sequence[str] = (),
+    partition: Partition | str = "random",
+    seed: int = 0,
+    checkpoint: str | os.PathLike[str] | None = None,
+    progress: bool = False,
+) -> nn.Module:
+    """A reorganized copy of the model, trained on until it consists of exactly `blocks` independent blocks.
+
+    Neurons are shared out to blocks, the blocks are fitted by least squares to what the dense layers compute, and the
+    model is fine-tuned while weights have to pass a Neyman test whose threshold rises to the null's own. At the end
+    `anneal(w, null, level, rule="neyman")` keeps exactly the nonzero weights of every layer and `decompose` finds
+    exactly `blocks` blocks, jointly through each chain of layers; both are checked. `result.upgrading` says how.
+
+    - `data`: batches that can be gone through again and again, as a `DataLoader`; (inputs, target) where there is a
+      loss. Their order follows `seed` where it depends on PyTorch's random numbers.
+    - `loss`: loss(output, target). None: no labels; the model learns to return what the dense one returns.
+    - `metric`: called with the model in evaluation mode after every epoch, for the history.
+    - `null`: "init" for what each layer was initialised from (`nulls.for_module`), one null, or a dict by parameter
+      name. If the model was trained with weight decay pass the nulls `shrunk` by it.
+    - `level`: the strictest level at which nothing is annealed away; larger ones keep everything too.
+    - `targets`, `ignore`: patterns of layer names. By default all linear layers that share hidden neurons with others:
+      MLPs, and feed-forward pairs of transformers. The last layer of a classifier is among them; ignore it if every
+      output may read every block.
+    - `partition`: which neuron goes to which block. "random"; "spread", which gives every block inputs of all kinds and
+      is better where an output reads one block only; or a `Partition`, for modules that were found in the network.
+    - `checkpoint`: a folder for the state of the run; called again after an interruption, the run goes on from there
+      to the result it would have had.
+
+    Scale: ReLU networks can be rescaled neuron by neuron without change of function, which would move weights over any
+    bound. Hidden neurons are therefore brought into balanced units first (see `upgrading/scale.py`) and never rescaled
+    afterwards. Parameters with `requires_grad=False` stay as they are, except that layers to separate are fitted.
+
+    >>> _ = torch.manual_seed(0)
+    >>> x = torch.randn(64, 8)
+    >>> net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    >>> with torch.no_grad():  # as if trained: weights beyond what initialisation draws
+    ...     _ = net[0].weight.mul_(4), net[2].weight.mul_(4)
+    >>> small = upgrade(net, blocks=2, data=[x], epochs=40)
+    >>> small.upgrading.blocks, len(small.upgrading.history)
+    (2, 40)
+    """
+    _check(model, epochs, learning_rate, level)
+    data = repeatable(data)
+    with torch.random.fork_rng(devices=[]):  # whoever calls keeps their random numbers
+        torch.manual_seed(seed)
+        batch = next(batches(data))
+        example = dict(batch.named) or batch.positional
+        dense, student = copy.deepcopy(model).eval(), copy.deepcopy(model).eval()
+        if isinstance(partition, str):
+            chains = find_chains(model, None if targets is None else _patterns(targets), _patterns(ignore), example)
+            partition = _partition(partition, dense, chains, blocks, data, seed)
+        elif partition.blocks != blocks:
+            raise InvalidOption(f"blocks: expected {partition.blocks}, as the partition has, got {blocks}")
+        initial = _initial(student)
+        chosen = {f"{name}.weight": _chosen(null, f"{name}.weight", initial) for name in partition.layers}
+        thresholds = {name: chosen[f"{name}.weight"].threshold(level) for name in partition.layers}
+        balanced = balance_(student, trace(student, example), initial | chosen, lambda: call(student, batch))
+        dense.load_state_dict(student.state_dict())  # the same function in the same units
+        schedule = Schedule(epochs, learning_rate)
+        checkpoints = None
+        if checkpoint is not None:
+            said = {
+                "model": source_sha256(model), "partition": _fingerprint(partition), "level": level, "seed": seed,
+                "nulls": {name: repr(value) for name, value in chosen.items()}, "schedule": asdict(schedule),
+                "loss": loss is not None,
+            }  # fmt: skip
+            checkpoints = Checkpoints(checkpoint, said)
+        if checkpoints is None or checkpoints.latest() is None:
+            refit_(student, dense, partition, _some(data, partition.chains, blocks))
+        gates = {name: attach(_layer(student, name), partition.mask(name)) for name in partition.layers}
+        ends = [chain.layers[-1] for chain in partition.chains]
+        history = train_(
+            student, dense, gates, thresholds, ends, data, loss, metric, schedule, seed, checkpoints, progress
+        )
+    for name in partition.layers:
+        harden_(_layer(student, name))
+    clear_idle_(student, partition.layers)
+    strays = sum(_drop_strays_(student, *each) for each in zip(partition.chains, partition.labels, strict=True))
+    _prove(student, partition, chosen, level)
+    student.train(model.training)
+    record = Upgrading(blocks, partition, chosen, level, thresholds, schedule, tuple(history), tuple(balanced), strays)
+    small: Any = in_blocks(student, partition.layers, example)
+    small.reorganization.options["upgrade"] = record.to_json()
+    small.upgrading = record
+    return small
+
+
+def _patterns(patterns: str | Sequence[str]) -> list[str]:
+    return [patterns] if isinstance(patterns, str) else list(patterns)
+
+
+def _check(model: nn.Module, epochs: int, learning_rate: float, level: float) -> None:
+    if not isinstance(model, nn.Module):
+        raise InvalidOption(f"expected an nn.Module, got {type(model).__name__}")
+    if hasattr(model, "reorganization"):
+        raise InvalidOption("this model is reorganized already; pass the original, or cx.restore(model)")
+    if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1:
+        raise InvalidOption(f"epochs must be an integer of at least 1, got {epochs!r}")
+    if not 0 < learning_rate < float("inf"):
+        raise InvalidOption(f"learning_rate must be a positive number, got {learning_rate!r}")
+    if not 0 < level < 1:
+        raise InvalidOption(f"level must be a number between 0 and 1, got {level!r}")
+
+
+def _initial(model: nn.Module) -> dict[str, nulls.Null]:
+    found = nulls.for_module(model)
+    return found if isinstance(found, dict) else {"weight": found}
+
+
+def _chosen(null: Any, parameter: str, initial: Mapping[str, nulls.Null]) -> nulls.Null:
+    found = initial if null == "init" else null
+    if isinstance(found, Mapping):
+        if parameter not in found:
+            raise InvalidOption(f"no null for {parameter}; the mapping has {', '.join(found) or 'no names'}")
+        found = found[parameter]
+    if not isinstance(found, nulls.Null):
+        raise InvalidOption(f'{parameter}: null must be "init", a null from crystallite.nulls or a dict, got {null!r}')
+    return found
+
+
+def _some(data: Any, chains: Sequence[Chain], blocks: int) -> list[Batch]:
+    """The first batches, enough for least squares."""
+    widest = max(size for chain in chains for size in chain.sizes.values())
+    wanted, found, samples = max(_SAMPLES, 4 * -(-widest // blocks)), [], 0
+    for batch in batches(data):
+        mask = batch.named.get("attention_mask")
+        samples += int(mask.sum()) if isinstance(mask, Tensor) else batch.size
+        found.append(batch)
+        if samples >= wanted:
+            break
+    return found
+
+
+@torch.no_grad()
+def _partition(kind: str, model: nn.Module, chains: Sequence[Chain], blocks: int, data: Any, seed: int) -> Partition:
+    if kind == "random":
+        return random_partition(chains, blocks, seed)
+    if kind != "spread":
+        raise InvalidOption(f'partition must be "random", "spread" or a Partition, got {kind!r}')
+    some = _some(data, chains, blocks)
+    read = {c.layers[0]: torch.cat([seen(model, c.layers[0], b)[0].flatten(0, -2) for b in some]) for c in chains}
+    return spread_partition(chains, blocks, read, seed)
+
+
+@torch.no_grad()
+def _drop_strays_(model: nn.Module, chain: Chain, labels: Mapping[str, np.ndarray]) -> int:
+    """Set weights of fragments to zero: of the components with one label only the largest is the block."""
+    weights = {name: _layer(model, name).weight for name in chain.layers}
+    components = joint_components(chain, {name: weight.detach() for name, weight in weights.items()})
+    component, label = (np.concatenate([side[group] for group in chain.sizes]) for side in (components, labels))
+    sizes = np.bincount(component[component >= 0])
+    largest = [max(np.unique(component[(label == b) & (component >= 0)]), key=lambda c: sizes[c], default=-1)
+               for b in range(int(label.max()) + 1)]  # fmt: skip
+    dropped = 0
+    for name, weight in weights.items():
+        stray = torch.from_numpy(~np.isin(components[chain.writes[name]], largest)).to(weight.device)
+        dropped += int(torch.count_nonzero(weight[stray]))
+        weight[stray] = 0
+    return dropped
+
+
+def _prove(model: nn.Module, partition: Partition, chosen: Mapping[str, nulls.Null], level: float) -> None:
+    """Separation by the paper's own tests."""
+    for chain in partition.chains:
+        kept = {}
+        for name in chain.layers:
+            weight = _layer(model, name).weight.detach()
+            kept[name] = anneal(weight, chosen[f"{name}.weight"], level, None, None, "neyman", name).mask
+            assert torch.equal(kept[name], weight != 0), f"{name}: annealing changes it"
+        components = np.concatenate(list(joint_components(chain, kept).values()))
+        if (found := int(components.max(initial=-1)) + 1) != partition.blocks:
+            raise CrystalliteError(
+                f"{' → '.join(chain.layers)}: expected {partition.blocks} blocks, but {found} are left with weights: "
+                "the threshold was too much for the others; train for more epochs, or with a larger level"
+            )
+
+
+def _fingerprint(partition: Partition) -> str:
+    digest = hashlib.sha256(repr(partition.chains).encode())
+    for labels in partition.labels:
+        for name in sorted(labels):
+            digest.update(np.ascontiguousarray(labels[name], np.int64).tobytes())
+    return digest.hexdigest()
+
+
+def _layer(model: nn.Module, name: str) -> nn.Linear:
+    layer = model.get_submodule(name)
+    assert isinstance(layer, nn.Linear)
+    return layer

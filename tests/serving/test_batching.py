@@ -1,0 +1,209 @@
+"""Batches that form while others are computed; deadlines, full queues, callers that leave, and failures."""
+
+import asyncio
+import time
+
+import pytest
+import torch
+
+from crystallite.serving import Limits, Refusal
+from crystallite.serving.batching import Batcher
+from crystallite.serving.metrics import Metrics
+
+
+class Work:
+    """x + 1, one batch at a time, each only when it is let through."""
+
+    def __init__(self, gated=False):
+        self.batches, self.gate = [], asyncio.Event()
+        if not gated:
+            self.gate.set()
+
+    async def run(self, x):
+        self.batches.append(len(x))
+        await self.gate.wait()
+        if (x == 13).any():
+            raise ValueError("unlucky")
+        return x + 1
+
+
+def batcher(work, **limits):
+    return Batcher("small", work.run, Limits(**limits), Metrics())
+
+
+def rows(*values):
+    return torch.tensor(values, dtype=torch.float32)[:, None]
+
+
+async def until(condition):
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+def scenario(test):
+    """Run an asynchronous test."""
+
+    def run():
+        asyncio.run(asyncio.wait_for(test(), 10))
+
+    return run
+
+
+@scenario
+async def _accumulates():
+    work = Work(gated=True)
+    queue = batcher(work, max_batch=8)
+    first = asyncio.create_task(queue.infer(rows(0)))
+    await until(lambda: work.batches == [1])
+    others = [asyncio.create_task(queue.infer(rows(i, i + 0.5))) for i in range(1, 7)]
+    await until(lambda: queue.waiting == 6)
+    work.gate.set()
+    assert torch.equal(await first, rows(1))
+    for i, other in enumerate(others, 1):
+        assert torch.equal(await other, rows(i + 1, i + 1.5))
+    assert work.batches == [1, 8, 4]
+
+
+def test_requests_that_come_while_it_is_busy_are_the_next_batch():
+    _accumulates()
+
+
+@scenario
+async def _larger_than_a_batch():
+    work = Work()
+    assert len(await batcher(work, max_batch=2).infer(rows(*range(5)))) == 5
+    assert work.batches == [5]
+
+
+def test_a_request_larger_than_a_batch_runs_alone():
+    _larger_than_a_batch()
+
+
+@scenario
+async def _waits():
+    work = Work()
+    queue = batcher(work, max_wait=5, max_batch=3)
+    await asyncio.gather(*(queue.infer(rows(i)) for i in range(3)))  # full: nobody waits five seconds
+    started = time.monotonic()
+    await batcher(work, max_wait=0.05).infer(rows(0))
+    assert time.monotonic() - started >= 0.049
+    assert work.batches == [3, 1]
+
+
+def test_an_idle_model_waits_for_a_fuller_batch():
+    _waits()
+
+
+@scenario
+async def _full():
+    work = Work(gated=True)
+    queue = batcher(work, max_queue=2)
+    tasks = [asyncio.create_task(queue.infer(rows(0)))]
+    await until(lambda: work.batches == [1])
+    tasks += [asyncio.create_task(queue.infer(rows(i))) for i in (1, 2)]
+    await until(lambda: queue.waiting == 2)
+    with pytest.raises(Refusal) as caught:
+        await queue.infer(rows(3))
+    assert caught.value.status == 429
+    assert caught.value.retry_after >= 1
+    tasks[2].cancel()  # who leaves makes room
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    tasks[2] = asyncio.create_task(queue.infer(rows(3)))
+    await until(lambda: queue.waiting == 2)
+    work.gate.set()
+    assert [y.item() for y in await asyncio.gather(*tasks)] == [1, 2, 4]
+
+
+def test_a_full_queue_refuses_and_says_when_to_come_back():
+    _full()
+
+
+@scenario
+async def _deadline():
+    work = Work(gated=True)
+    queue = batcher(work, timeout=0.2)
+    busy = asyncio.create_task(queue.infer(rows(0)))
+    await until(lambda: work.batches == [1])
+    started = time.monotonic()
+    with pytest.raises(Refusal, match=r"0\.05 s") as caught:
+        await queue.infer(rows(1), timeout=0.05)
+    assert caught.value.status == 504
+    assert time.monotonic() - started < 0.15
+    with pytest.raises(Refusal, match=r"0\.2 s"):  # of the service, though the work has begun
+        await busy
+    work.gate.set()
+    assert torch.equal(await queue.infer(rows(2)), rows(3))
+    assert work.batches == [1, 1]  # the one that came too late was not computed
+
+
+def test_who_waited_too_long_is_told_at_once_and_not_computed():
+    _deadline()
+
+
+@scenario
+async def _left():
+    work = Work(gated=True)
+    queue = batcher(work)
+    tasks = [asyncio.create_task(queue.infer(rows(0)))]
+    await until(lambda: work.batches == [1])
+    tasks += [asyncio.create_task(queue.infer(rows(i))) for i in (1, 2)]
+    await until(lambda: queue.waiting == 2)
+    tasks[0].cancel()  # its batch runs, and nobody takes the answer
+    tasks[1].cancel()
+    work.gate.set()
+    assert (await tasks[2]).item() == 3
+    assert work.batches == [1, 1]
+
+
+def test_who_has_left_is_not_computed():
+    _left()
+
+
+@scenario
+async def _poison():
+    work = Work(gated=True)
+    queue = batcher(work)
+    tasks = [asyncio.create_task(queue.infer(rows(i))) for i in (0, 1, 13, 2)]
+    await until(lambda: work.batches)
+    work.gate.set()
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert isinstance(results[2], ValueError)
+    assert [y.item() for i, y in enumerate(results) if i != 2] == [1, 2, 3]
+    assert (await queue.infer(rows(5))).item() == 6
+
+
+def test_one_request_that_fails_does_not_fail_the_others():
+    _poison()
+
+
+@scenario
+async def _drain():
+    work = Work(gated=True)
+    queue = batcher(work)
+    tasks = [asyncio.create_task(queue.infer(rows(i))) for i in range(3)]
+    await until(lambda: work.batches)
+    closing = asyncio.create_task(queue.close())
+    await asyncio.sleep(0)
+    with pytest.raises(Refusal) as caught:
+        await queue.infer(rows(9))
+    assert caught.value.status == 503
+    assert caught.value.retry_after
+    assert not closing.done()
+    work.gate.set()
+    await closing
+    assert all(task.done() for task in tasks) or await asyncio.gather(*tasks)
+    assert [task.result().item() for task in tasks] == [1, 2, 3]
+
+
+def test_closing_answers_what_was_accepted():
+    _drain()
+
+
+@pytest.mark.parametrize("limits", [{"max_batch": 0}, {"max_queue": 0}, {"timeout": 0}, {"max_wait": float("nan")}])
+def test_limits_that_make_no_sense(limits):
+    from crystallite import InvalidOption
+
+    with pytest.raises(InvalidOption, match=next(iter(limits))):
+        Limits(**limits)
