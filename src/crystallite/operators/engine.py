@@ -67,7 +67,9 @@ def empty_blocks(shapes: Sequence[Sequence[int]], rows: int, columns: int | None
     stacks = [torch.empty(*map(int, shape)) for shape in shapes]
     reads, writes = (sum(w.shape[0] * w.shape[side] for w in stacks) for side in (2, 1))
     if writes > rows or (columns is not None and reads > columns):
-        raise InvalidMatrix(f"expected blocks of up to {rows} rows and {columns} columns, got {writes} and {reads}")
+        raise InvalidMatrix(
+            f"expected blocks of up to {rows} rows and {columns or 'any'} columns, got {writes} and {reads}"
+        )
     return stacks
 
 

@@ -11,12 +11,19 @@ import torch
 from torch import nn
 
 from crystallite.operators.chain import BlockChain
+from crystallite.reorganization.calls import whole_by_definition
 from crystallite.reorganization.record import Reorganization
 from crystallite.reorganization.rewrite import reorganize, replace_
-from crystallite.reorganization.runs import find_runs
+from crystallite.reorganization.runs import Run, find_runs
 from crystallite.reorganization.units import change, find_units
 
 __all__ = ["clear_idle_", "in_blocks"]
+
+
+def _whole_runs(model: nn.Module, layers: Sequence[str]) -> list[Run]:
+    """Runs that no code of the model's own can call in part."""
+    whole = whole_by_definition(model)
+    return [run for run in find_runs(model, set(layers)) if run.parent in whole]
 
 
 @torch.no_grad()
@@ -26,7 +33,7 @@ def clear_idle_(model: nn.Module, layers: Sequence[str]) -> None:
     A neuron that reads nothing emits a constant, which goes into the biases of its readers; a neuron that nobody reads
     need not read. Then neurons are dormant on both sides or on none, and a chain of blocks moves nothing inside.
     """
-    for run in find_runs(model, set(layers)):
+    for run in _whole_runs(model, layers):
         for before, between, after in zip(run.layers, run.activations, run.layers[1:], strict=False):
             constant = ~before.weight.any(1)
             if after.bias is not None:
@@ -47,7 +54,7 @@ def in_blocks(model: nn.Module, layers: Sequence[str], example: Any) -> nn.Modul
     """
     result, changes = copy.deepcopy(model), {}
     units = {unit.name: unit for unit in find_units(result, layers, ())}
-    for run in list(find_runs(result, set(layers))):
+    for run in _whole_runs(result, layers):
         chain: Any = BlockChain.from_dense(run.layers, run.activations)
         for name, layer in zip(run.names, chain.layers, strict=True):
             became = f"{layer.n_blocks} blocks in a chain of {chain.n_subnetworks} subnetworks"
