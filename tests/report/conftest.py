@@ -36,7 +36,7 @@ def page_path(full_report, tmp_path_factory):
     return full_report.save(tmp_path_factory.mktemp("report") / "report.html")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # Playwright holds an event loop, which other tests must not meet
 def browser():
     sync = pytest.importorskip("playwright.sync_api", reason="needs Playwright: pip install playwright")
     chromium = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
