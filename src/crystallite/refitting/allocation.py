@@ -1,0 +1,130 @@
+"""Where multiply-adds are worth most: sizes for every layer and every group of hidden neurons under one budget."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from crystallite.errors import InvalidOption
+from crystallite.refitting.forms import Shape
+from crystallite.refitting.groups import Hidden
+
+__all__ = ["Allocation", "LayerCurve", "NeuronCurve", "allocate"]
+
+
+@dataclass(frozen=True)
+class LayerCurve:
+    """What a layer may become, and the damage at the model's outputs that each choice is expected to do."""
+
+    size: tuple[int, int]  # outputs, inputs
+    options: tuple[tuple[Shape, float], ...]  # the first is dense and does none
+
+
+@dataclass(frozen=True)
+class NeuronCurve:
+    """How many hidden neurons may be kept, and the expected damage."""
+
+    hidden: Hidden
+    options: tuple[tuple[int, float], ...]  # the first keeps all
+
+
+@dataclass
+class Allocation:
+    """A choice for each curve, by its place among the options."""
+
+    layers: Mapping[str, LayerCurve]
+    neurons: Sequence[NeuronCurve]
+    chosen: dict[str | int, int] = field(default_factory=dict)  # layer or number of the neurons → option
+
+    def shape(self, layer: str) -> Shape:
+        return self.layers[layer].options[self.chosen.get(layer, 0)][0]
+
+    def kept(self, reader: str) -> int | None:
+        """How many of the neurons that a layer reads are kept, None where all are."""
+        for number, curve in enumerate(self.neurons):
+            if curve.hidden.reader == reader and self.chosen.get(number, 0):
+                return curve.options[self.chosen[number]][0]
+        return None
+
+    @property
+    def macs(self) -> int:
+        return sum(self._macs(name) for name in self.layers)
+
+    @property
+    def dense_macs(self) -> int:
+        return sum(outputs * inputs for outputs, inputs in (curve.size for curve in self.layers.values()))
+
+    def _macs(self, name: str) -> int:
+        outputs, inputs = total = self.layers[name].size
+        for number, curve in enumerate(self.neurons):
+            left = curve.options[self.chosen.get(number, 0)][0]
+            outputs = left if name in curve.hidden.writers else outputs
+            inputs = left if name == curve.hidden.reader else inputs
+        return self.shape(name).macs(outputs, inputs, total)
+
+    def _options(self, key: str | int) -> Sequence[tuple[object, float]]:
+        return self.layers[key].options if isinstance(key, str) else self.neurons[key].options
+
+    def _touched(self, key: str | int) -> Sequence[str]:
+        if isinstance(key, str):
+            return [key]
+        hidden = self.neurons[key].hidden
+        return [*hidden.writers, hidden.reader]
+
+    def moves(self) -> list[tuple[float, int, str | int, int]]:
+        """Every single change of a choice: how much damage it adds, multiply-adds it saves, and what it changes."""
+        found = []
+        for key in [*self.layers, *range(len(self.neurons))]:
+            here, options = self.chosen.get(key, 0), self._options(key)
+            before = sum(map(self._macs, self._touched(key)))
+            for place, (_, damage) in enumerate(options):
+                if place != here:
+                    self.chosen[key] = place
+                    saved = before - sum(map(self._macs, self._touched(key)))
+                    found.append((damage - options[here][1], saved, key, place))
+            self.chosen[key] = here
+        return found
+
+
+def allocate(layers: Mapping[str, LayerCurve], neurons: Sequence[NeuronCurve], budget: float) -> Allocation:
+    """The choices that do least damage and leave at most this share of the layers' multiply-adds.
+
+    Greedy: always the change that costs least damage for each multiply-add it saves; at the end, what the last change
+    saved too much is given back where it helps most. Fragile layers, whose damage is large, stay dense by themselves.
+
+    >>> even = LayerCurve((8, 8), ((Shape(), 0.0), (Shape(rank=2), 1.0)))
+    >>> fragile = LayerCurve((8, 8), ((Shape(), 0.0), (Shape(rank=2), 9.0)))
+    >>> found = allocate({"a": even, "b": fragile}, [], 0.8)
+    >>> str(found.shape("a")), str(found.shape("b")), found.macs
+    ('rank 2', 'dense', 96)
+    """
+    found = Allocation(layers, neurons)
+    limit = budget * found.dense_macs
+    while found.macs > limit:
+        moves = [move for move in found.moves() if move[1] > 0]
+        if not moves:
+            raise InvalidOption(
+                f"budget {budget:g} is below the smallest that can be reached here, {found.macs / found.dense_macs:.3f}"
+            )
+        _, _, key, place = min(moves, key=lambda move: (max(move[0], 0.0) / move[1], move[0], -move[1]))
+        found.chosen[key] = place
+    while True:
+        room = limit - found.macs
+        better = [move for move in found.moves() if move[0] < 0 and -move[1] <= room]
+        if not better:
+            return found
+        _, _, key, place = min(better, key=lambda move: move[0])
+        found.chosen[key] = place
+
+
+def falling(options: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+    """A curve of (size, damage), largest first, in which less never does less damage: noise is not believed.
+
+    >>> falling([(4, 0.0), (3, 0.2), (2, 0.1)])
+    [(4, 0.0), (3, 0.2), (2, 0.2)]
+    """
+    found = list(options[:1])
+    for (_, before), (size, damage) in pairwise(options):
+        found.append((size, max(damage, before, found[-1][1])))
+    return found

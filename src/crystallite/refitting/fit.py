@@ -1,0 +1,277 @@
+"""`fit`: a copy of a model in which smaller operators stand for its linear layers, fitted without training."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from crystallite.discovery.calls import evaluating
+from crystallite.errors import InvalidOption
+from crystallite.refitting.allocation import Allocation, allocate
+from crystallite.refitting.calibration import Calibration
+from crystallite.refitting.forms import Form, Shape
+from crystallite.refitting.groups import first_samples, hidden_neurons
+from crystallite.refitting.jointly import fit_jointly
+from crystallite.refitting.partitions import best_cells
+from crystallite.refitting.probing import probe
+from crystallite.refitting.pruning import eliminate
+from crystallite.refitting.regression import Regression
+from crystallite.refitting.running import Itinerary
+from crystallite.refitting.sequential import fit_layers_, form_of, set_layer_
+from crystallite.refitting.session import Session, damage
+from crystallite.reorganization.graph import Untraceable
+from crystallite.reorganization.huggingface import write_config
+from crystallite.reorganization.record import LayerChange, Reorganization
+from crystallite.reorganization.rewrite import replace_
+from crystallite.reorganization.units import Unit, change, find_units
+from crystallite.upgrading.blocks import in_blocks
+from crystallite.validation.batches import check_repeatable, equal_up_to_rounding, run
+from crystallite.validation.outputs import tensors
+
+__all__ = ["fit"]
+
+
+def fit(
+    model: nn.Module,
+    *,
+    calibration: Any,
+    budget: float | None = None,
+    blocks: int | None = None,
+    joint: bool = False,
+    ridge: float = 0.01,
+    seed: int = 0,
+    targets: str | Sequence[str] = ("*",),
+    ignore: str | Sequence[str] = (),
+    progress: bool = False,
+) -> nn.Module:
+    """A copy of the model whose linear layers are smaller operators that compute nearly the same, without training.
+
+    - `budget`: the share of the linear layers' multiply-adds to keep, between 0 and 1. Each layer becomes what does
+      least damage: fewer hidden neurons, two layers of low rank, blocks, or it stays dense; all are ordinary small
+      layers wherever possible. How much of a layer can go is judged by held-out samples.
+    - `blocks`: instead of a budget, every layer as this many independent blocks.
+    - `joint`: with `blocks`, one partition through consecutive layers, so that they split into subnetworks.
+    - `calibration`: batches of inputs as for `validate`; a few times as many samples (or tokens) as the widest layer
+      has inputs. The last fifth judges and is not fitted on. Targets are not used.
+    - `ridge`: how strongly weights are pulled to the original ones, relative to the mean variance of the inputs.
+    - `targets`, `ignore`: a pattern of layer names, or several.
+
+    Damage is measured on everything the model returns: wrap a model of which only a part is used, so that it returns
+    that part alone. `cx.summary` says what each layer became and its held-out error. Other kinds of layers, tied
+    weights and layers that run several times in a call are left alone, and the summary says why.
+
+    >>> _ = torch.manual_seed(0)
+    >>> model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 8))
+    >>> with torch.no_grad():
+    ...     model[2].weight[:, 16:] = 0  # 48 of 64 hidden neurons do nothing
+    >>> x = torch.randn(400, 16)
+    >>> small = fit(model, budget=0.25, calibration=x)
+    >>> small
+    Sequential(
+      (0): Linear(in_features=16, out_features=16, bias=True)
+      (1): ReLU()
+      (2): Linear(in_features=16, out_features=8, bias=True)
+    )
+    >>> torch.allclose(small(x), model(x), atol=1e-4)
+    True
+    """
+    targets, ignore = ([p] if isinstance(p, str) else list(p) for p in (targets, ignore))
+    _check(model, budget, blocks, joint, ridge)
+    dense = copy.deepcopy(model).eval()
+    units = {unit.name: unit for unit in find_units(dense, targets, ignore)}
+    linear = {name: unit for name, unit in units.items() if not unit.reason and unit.kind == "linear"}
+    if not linear:
+        raise InvalidOption(f"no linear layer that can be fitted matches targets {targets} and ignore {ignore}")
+    data = Calibration.read(calibration)
+    check_repeatable(dense, first_samples(data.fitted[0], 8), "the model")
+    itinerary = Itinerary.of(dense, list(linear), first_samples(data.fitted[0], 2))
+    reasons = dict.fromkeys(itinerary.several, "left alone: it runs several times in a call")
+    reasons |= dict.fromkeys(itinerary.never, "left alone: it does not run on the calibration data")
+    units = {name: replace(unit, reason=_reason(unit, reasons)) for name, unit in units.items()}
+    usable = {name: unit for name, unit in units.items() if not unit.reason}
+    if not usable:
+        raise InvalidOption(f"no linear layer can be fitted: {next(iter(reasons.values()))}")
+    session = Session(dense, usable, data, itinerary, ridge, seed)
+    options: dict[str, Any] = {"method": "fitted", "budget": budget, "blocks": blocks, "ridge": ridge, "seed": seed}
+    left = {name: unit for name, unit in units.items() if unit.reason}
+    if budget is not None:
+        result, changes, more = _in_budget(session, model, budget, progress)
+    else:
+        assert blocks is not None
+        result, changes, more = _in_blocks(session, model, blocks, joint, progress)
+    with evaluating(result):
+        held_out = [damage(run(result, b), run(dense, b), b) for b in data.held_out]
+    options |= {**more, "held_out_error": sum(held_out) / len(held_out)}
+    changes |= {name: change(u, u.reason, u.macs, _size(u.module), u.kept_share, 1) for name, u in left.items()}
+    folds = getattr(getattr(result, "reorganization", None), "folds", [])
+    result.reorganization = Reorganization([changes[name] for name in units], folds, options)  # type: ignore[assignment]
+    write_config(result)
+    return result
+
+
+def _check(model: nn.Module, budget: float | None, blocks: int | None, joint: bool, ridge: float) -> None:
+    if not isinstance(model, nn.Module):
+        raise InvalidOption(f"expected an nn.Module, got {type(model).__name__}")
+    if hasattr(model, "reorganization"):
+        raise InvalidOption("this model is reorganized already; pass the original")
+    if (budget is None) == (blocks is None):
+        raise InvalidOption(f"pass either budget= or blocks=, got budget={budget} and blocks={blocks}")
+    if budget is not None and not 0 < budget <= 1:
+        raise InvalidOption(f"budget: expected a share of multiply-adds above 0 and up to 1, got {budget!r}")
+    if blocks is not None and (isinstance(blocks, bool) or not isinstance(blocks, int) or blocks < 2):
+        raise InvalidOption(f"blocks: expected an integer of at least 2, got {blocks!r}")
+    if joint and blocks is None:
+        raise InvalidOption("joint=True needs blocks=: the number of subnetworks")
+    if not ridge > 0:
+        raise InvalidOption(f"ridge: expected a positive number, got {ridge!r}")
+
+
+def _in_budget(
+    session: Session, model: nn.Module, budget: float, progress: bool
+) -> tuple[nn.Module, dict[str, LayerChange], dict[str, Any]]:
+    """The model within a budget, what its layers became, and what else is to be recorded."""
+    more = {}
+    try:
+        hidden = hidden_neurons(session.dense, session.units, first_samples(session.data.fitted[0], 2))
+    except Untraceable as error:
+        hidden, more = [], {"neurons_kept": str(error)}
+    allocation = allocate(*probe(session, hidden, progress), budget)
+    student = copy.deepcopy(session.dense)
+    forms = fit_layers_(session, student, _Chooser(session, allocation), progress)
+    rows = {w: forms[g.reader].kept for g in hidden for w in g.writers if forms[g.reader].kept is not None}
+    result, changes = copy.deepcopy(model), {}
+    for name, unit in session.units.items():
+        form = forms[name]
+        outputs, inputs = (
+            torch.arange(size) if kept is None else kept
+            for size, kept in zip(unit.matrix.shape, (rows.get(name), form.kept), strict=True)
+        )
+        old = result.get_submodule(name)
+        if (form.shape.rank or form.shape.cells) or (len(outputs), len(inputs)) != unit.matrix.shape:
+            operator = form.operator(outputs, inputs, old)
+            result = replace_(result, name, operator)
+        else:
+            operator = old
+            set_layer_(old, form.weight, form.bias)
+        macs = sum(p.numel() for p in operator.parameters() if p.ndim > 1)
+        became = _became(form, (len(outputs), len(inputs)), unit)
+        blocks = max(len(form.shape.cells), 1)
+        changes[name] = change(unit, became, macs, _size(operator), macs / unit.macs, blocks)
+    _check_equal(result, student, session)
+    return result, changes, more
+
+
+class _Chooser:
+    """Gives each layer the form that was allocated to it."""
+
+    def __init__(self, session: Session, allocation: Allocation) -> None:
+        self.session, self.allocation = session, allocation
+
+    def __call__(self, name: str, regression: Regression, samples: int) -> Form:
+        size, shape = self.allocation.kept(name), self.allocation.shape(name)
+        if size is None:
+            return form_of(regression, self._settled(shape, regression))
+        kept, _ = eliminate(regression, [size])[size]
+        inner = regression.restricted(kept)
+        place = np.full(len(regression.metric), -1)
+        place[kept.cpu().numpy()] = np.arange(size)
+        cells = tuple((rows, place[columns][place[columns] >= 0]) for rows, columns in shape.cells)
+        form = form_of(inner, self._settled(replace(shape, cells=cells), inner))
+        numbers = kept.cpu().numpy()
+        whole = tuple((rows, numbers[columns]) for rows, columns in form.shape.cells)
+        return replace(
+            form,
+            shape=replace(form.shape, cells=whole),
+            weight=_spread(form.weight, kept, len(regression.metric)),
+            down=None if form.down is None else _spread(form.down, kept, len(regression.metric)),
+            kept=kept,
+        )
+
+    def _settled(self, shape: Shape, regression: Regression) -> Shape:
+        if not shape.draft:
+            return shape
+        return Shape(shape.rank, best_cells(regression, len(shape.cells), self.session.seed))
+
+
+def _spread(matrix: Tensor, columns: Tensor, size: int) -> Tensor:
+    """A matrix of more columns, zero where it had none."""
+    whole = matrix.new_zeros(len(matrix), size)
+    whole[:, columns] = matrix
+    return whole
+
+
+def _in_blocks(
+    session: Session, model: nn.Module, blocks: int, joint: bool, progress: bool
+) -> tuple[nn.Module, dict[str, LayerChange], dict[str, Any]]:
+    """The model in blocks, what its layers became, and what else is to be recorded."""
+    example = first_samples(session.data.fitted[0], 2)
+    arguments: Any = dict(example.named) if example.named else example.positional
+    if joint:
+        forms = fit_jointly(session, blocks, arguments, progress)
+    else:
+
+        def choose(name: str, regression: Regression, samples: int) -> Form:
+            outputs, inputs = regression.weight.shape
+            if min(outputs, inputs) < blocks or regression.constant:
+                return form_of(regression, Shape())
+            session.check_samples(name, -(-inputs // blocks), samples)
+            return form_of(regression, Shape(0, best_cells(regression, blocks, session.seed)))
+
+        forms = fit_layers_(session, copy.deepcopy(session.dense), choose, progress)
+    student = copy.deepcopy(model)
+    for name, form in forms.items():
+        set_layer_(student.get_submodule(name), form.weight, form.bias)
+    cut = [name for name, form in forms.items() if form.shape.cells]
+    if not cut:
+        raise InvalidOption(f"no layer has the {blocks} outputs and inputs that {blocks} blocks need")
+    result = in_blocks(student, cut, arguments)
+    record: Any = result.reorganization
+    changes = {
+        old.name: replace(old, became=f"{old.became}, error {forms[old.name].error:.2%}") for old in record.changes
+    }
+    for name, unit in session.units.items():
+        if name not in changes:
+            became = (
+                _became(forms[name], (unit.matrix.shape[0], unit.matrix.shape[1]), unit)
+                if name in forms
+                else ("dense: not joined with other layers")
+            )
+            changes[name] = change(unit, became, unit.macs, _size(unit.module), unit.kept_share, 1)
+    return result, changes, {"joint": joint, **record.options}
+
+
+def _became(form: Form, left: tuple[int, int], unit: Unit) -> str:
+    outputs, inputs = unit.matrix.shape
+    parts = [f"{left[0]} of {outputs} outputs"] * (left[0] < outputs)
+    parts += [f"{left[1]} of {inputs} inputs"] * (left[1] < inputs)
+    parts += [str(form.shape)] * bool(form.shape.rank or form.shape.cells)
+    return ", ".join([*(parts or ["dense, fitted again"]), f"error {form.error:.2%}"])
+
+
+def _check_equal(result: nn.Module, student: nn.Module, session: Session) -> None:
+    """The smaller model must compute what the one it was cut from does."""
+    batch = first_samples(session.data.held_out[0], 8)
+    with evaluating(result):
+        found, expected = tensors(run(result, batch)), tensors(run(student, batch))
+    for path, value in expected.items():
+        if not equal_up_to_rounding(found[path], value):
+            raise InvalidOption(
+                f"{path}: the smaller model computes something else than its layers were fitted for; something between "
+                "them depends on their size: name the layers around it in ignore="
+            )
+
+
+def _reason(unit: Unit, reasons: dict[str, str]) -> str:
+    if unit.reason or unit.kind == "linear":
+        return unit.reason or reasons.get(unit.name, "")
+    return f"left alone: only linear layers are fitted, this is a {type(unit.module).__name__}"
+
+
+def _size(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())

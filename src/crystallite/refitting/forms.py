@@ -1,0 +1,138 @@
+"""What a linear layer may become: dense, of low rank, blocks, or blocks and a channel of low rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from crystallite.operators.coupling import CoupledLinear
+from crystallite.operators.linear import BlockLinear
+
+__all__ = ["Cells", "Form", "Shape", "approximate", "block_weights", "low_rank_factors"]
+
+_ROUNDS = 4  # of alternating least squares between blocks and the coupling channel
+Cells = tuple[tuple[np.ndarray, np.ndarray], ...]  # (rows, columns) of each block
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a layer shall be: the blocks it keeps and the rank beside them. No blocks and no rank: dense."""
+
+    rank: int = 0
+    cells: Cells = ()
+    draft: bool = False  # any cells of these sizes will do: better ones are looked for when the layer is fitted
+
+    def macs(self, outputs: int, inputs: int, total: tuple[int, int]) -> int:
+        """Multiply-adds where this many of `total` (outputs, inputs) are left."""
+        coupling = self.rank * (outputs + inputs)
+        if self.cells:
+            inside = sum(len(rows) * len(columns) for rows, columns in self.cells)
+            return round(inside * outputs * inputs / (total[0] * total[1])) + coupling
+        return coupling if self.rank else outputs * inputs
+
+    def __str__(self) -> str:
+        names = [f"{len(self.cells)} blocks"] * bool(self.cells) + [f"rank {self.rank}"] * bool(self.rank)
+        return " + ".join(names) or "dense"
+
+
+@dataclass(frozen=True)
+class Form:
+    """A fitted layer: its weight as one matrix and, for a coupling or a low rank, the factors."""
+
+    shape: Shape
+    weight: Tensor  # (outputs, inputs) float64, the whole of it
+    bias: Tensor  # (outputs,)
+    error: float  # share of the variance that it gets wrong on held-out samples
+    up: Tensor | None = None  # (outputs, rank)
+    down: Tensor | None = None  # (rank, inputs)
+    kept: Tensor | None = None  # inputs that it reads; None: all
+
+    def operator(self, rows: Tensor, columns: Tensor, like: nn.Module) -> nn.Module:
+        """The module that computes it for some outputs and from some inputs, with the dtype and bias of another."""
+        own: Tensor = like.weight  # type: ignore[assignment]
+        bias = self.bias[rows].to(own) if getattr(like, "bias", None) is not None else None
+        if self.up is None or self.down is None:
+            if self.shape.cells:
+                return self._blocks(self.weight, rows, columns, bias, own)
+            return _linear(self.weight[rows][:, columns].to(own), bias)
+        up, down = self.up[rows].to(own), self.down[:, columns].to(own)
+        if not self.shape.cells:
+            return nn.Sequential(_linear(down, None), _linear(up, bias))
+        blocks = self._blocks(self.weight - self.up @ self.down, rows, columns, bias, own)
+        return CoupledLinear.from_parts(blocks, up, down)
+
+    def _blocks(self, weight: Tensor, rows: Tensor, columns: Tensor, bias: Tensor | None, own: Tensor) -> BlockLinear:
+        places = [np.full(n, -1) for n in weight.shape]
+        for place, left in zip(places, (rows, columns), strict=True):
+            place[left.cpu().numpy()] = np.arange(len(left))
+        cells = [
+            tuple(p[side][p[side] >= 0] for p, side in zip(places, cell, strict=True)) for cell in self.shape.cells
+        ]
+        kept = [(r, c) for r, c in cells if len(r) and len(c)]
+        return BlockLinear.from_blocks(weight[rows][:, columns].to(own), bias, kept)
+
+
+def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, weight.device, weight.dtype)
+    with torch.no_grad():
+        layer.weight.copy_(weight)
+        if bias is not None:
+            layer.bias.copy_(bias)
+    return layer
+
+
+def low_rank_factors(weight: Tensor, metric: Tensor, rank: int | None = None) -> tuple[Tensor, Tensor]:
+    """The factors (outputs, rank) and (rank, inputs) of what is closest to a weight under a metric, best first.
+
+    Reduced-rank regression: the leading eigenvectors of W M Wᵀ, times what is left of W in them.
+
+    >>> up, down = low_rank_factors(torch.diag(torch.tensor([1.0, 3.0])), torch.eye(2), 1)
+    >>> (up @ down).tolist()
+    [[0.0, 0.0], [0.0, 3.0]]
+    """
+    outputs, inputs = weight.shape
+    if outputs <= inputs:
+        _, vectors = torch.linalg.eigh(weight @ metric @ weight.T)
+        up = vectors.flip(1)[:, :rank]
+    else:  # the same vectors from the smaller side: the left singular ones of W L with M = LLᵀ
+        rooted = weight @ torch.linalg.cholesky(metric)
+        _, vectors = torch.linalg.eigh(rooted.T @ rooted)
+        up = torch.linalg.qr(rooted @ vectors.flip(1)[:, :rank]).Q
+    return up, up.T @ weight
+
+
+def block_weights(weight: Tensor, metric: Tensor, cells: Sequence[tuple[np.ndarray, np.ndarray]]) -> Tensor:
+    """The weight with nothing outside its cells that is closest to another one under a metric."""
+    product = weight @ metric
+    found = torch.zeros_like(weight)
+    for rows, columns in cells:
+        r, c = torch.from_numpy(rows).to(weight.device), torch.from_numpy(columns).to(weight.device)
+        if len(r) and len(c):
+            factor = torch.linalg.cholesky(metric[c][:, c])
+            found[r[:, None], c] = torch.cholesky_solve(product[r][:, c].T, factor).T
+    return found
+
+
+def approximate(weight: Tensor, metric: Tensor, shape: Shape) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The closest weight of a shape under a metric, with its factors where it has some.
+
+    >>> cells = ((np.array([0]), np.array([0])), (np.array([1]), np.array([1])))
+    >>> approximate(torch.tensor([[3.0, 1.0], [1.0, 2.0]]), torch.eye(2), Shape(cells=cells))[0].tolist()
+    [[3.0, 0.0], [0.0, 2.0]]
+    """
+    if not shape.cells:
+        if not shape.rank:
+            return weight, None, None
+        up, down = low_rank_factors(weight, metric, shape.rank)
+        return up @ down, up, down
+    blocks = block_weights(weight, metric, shape.cells)
+    if not shape.rank:
+        return blocks, None, None
+    for _ in range(_ROUNDS):
+        up, down = low_rank_factors(weight - blocks, metric, shape.rank)
+        blocks = block_weights(weight - up @ down, metric, shape.cells)
+    return blocks + up @ down, up, down

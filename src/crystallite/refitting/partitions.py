@@ -1,0 +1,107 @@
+"""Ways to cut a layer into k blocks, and the best of a few."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from scipy.cluster.hierarchy import leaves_list, linkage
+from scipy.optimize import linear_sum_assignment
+from torch import Tensor
+
+from crystallite.discovery.coclustering import cocluster
+from crystallite.refitting.forms import Cells, block_weights
+from crystallite.refitting.regression import Regression
+from crystallite.structure.decompose import decompose
+
+__all__ = ["best_cells", "own_cells"]
+
+_DRAWS = 3  # random partitions of each kind that are tried
+_LARGEST_CLUSTERED = 2**20  # weights of a matrix for which modules are looked for
+_UNEQUAL = 1.25  # blocks found in the layer may need this times the multiply-adds of equal ones
+
+
+def own_cells(weight: Tensor) -> Cells:
+    """The blocks that the nonzeros of a weight already form; none where they are one block.
+
+    >>> [(rows.tolist(), columns.tolist()) for rows, columns in own_cells(torch.eye(2))]
+    [([0], [0]), ([1], [1])]
+    """
+    structure = decompose(weight, name="weight")
+    return tuple(structure.blocks) if structure.n_blocks > 1 else ()
+
+
+def best_cells(regression: Regression, blocks: int, seed: int) -> Cells:
+    """Balanced blocks of outputs and inputs that lose least on held-out samples.
+
+    Tried are partitions of the inputs at random, and such that inputs which say nearly the same go to different
+    blocks. Outputs then go where they are told best, all blocks being of equal size (±1). Modules that the layer
+    itself has are tried too.
+    """
+    found = [_with_outputs(regression, labels, blocks) for labels in _input_labels(regression, blocks, seed)]
+    found += _modules(regression, blocks)
+    errors = [regression.error(block_weights(regression.weight, regression.metric, cells)) for cells in found]
+    return found[int(np.argmin(errors))]
+
+
+def _input_labels(regression: Regression, blocks: int, seed: int) -> Iterator[np.ndarray]:
+    chance, inputs = np.random.default_rng(seed), len(regression.metric)
+    order = _by_correlation(regression.metric.cpu().numpy())
+    for _ in range(_DRAWS):
+        yield chance.permutation(np.arange(inputs) % blocks)
+        labels = np.empty(inputs, np.intp)
+        labels[order] = np.concatenate(
+            [chance.permutation(blocks)[: inputs - start] for start in range(0, inputs, blocks)]
+        )
+        yield labels
+
+
+def _by_correlation(metric: np.ndarray) -> np.ndarray:
+    """Inputs in an order in which correlated ones stand together."""
+    if len(metric) < 3:
+        return np.arange(len(metric))
+    scale = np.sqrt(metric.diagonal())
+    distance = np.clip(1 - metric / np.outer(scale, scale), 0, 2)
+    return leaves_list(linkage(distance[np.triu_indices(len(metric), 1)], "average"))
+
+
+def _with_outputs(regression: Regression, labels: np.ndarray, blocks: int) -> Cells:
+    """The blocks of a partition of the inputs, each output where it is told best, blocks being of equal size."""
+    product = regression.weight @ regression.metric
+    told = []  # how much of each output's variance the inputs of a block tell
+    for block in range(blocks):
+        columns = torch.from_numpy(np.flatnonzero(labels == block)).to(product.device)
+        half = torch.linalg.solve_triangular(
+            torch.linalg.cholesky(regression.metric[columns][:, columns]), product[:, columns].T, upper=False
+        )
+        told.append((half**2).sum(0))
+    value = torch.stack(told, 1).cpu().numpy()  # (outputs, blocks)
+    outputs = len(value)
+    rooms = np.arange(outputs) % blocks  # of equal size
+    rows, places = linear_sum_assignment(-value[:, rooms])
+    owner = np.empty(outputs, np.intp)
+    owner[rows] = rooms[places]
+    return tuple((np.flatnonzero(owner == b), np.flatnonzero(labels == b)) for b in range(blocks))
+
+
+def _modules(regression: Regression, blocks: int) -> list[Cells]:
+    """The blocks that the layer has by itself, if there are as many and none is much larger than the others."""
+    weight = regression.weight
+    if weight.numel() > _LARGEST_CLUSTERED:
+        return []
+    deviations = regression.metric.diagonal().sqrt()
+    found = cocluster((weight * deviations).abs().cpu().numpy())
+    rows, columns = found.rows, found.cols
+    if found.k < blocks:
+        return []
+    if found.k > blocks:  # the largest first, each to the block that has least so far
+        sizes = np.bincount(rows[rows >= 0], minlength=found.k) * np.bincount(columns[columns >= 0], minlength=found.k)
+        room, owner = np.zeros(blocks), np.zeros(found.k, np.intp)
+        for module in np.argsort(-sizes, kind="stable"):
+            owner[module] = int(np.argmin(room))
+            room[owner[module]] += sizes[module]
+        rows, columns = (np.where(side < 0, -1, owner[side]) for side in (rows, columns))
+    cells = tuple((np.flatnonzero(rows == b), np.flatnonzero(columns == b)) for b in range(blocks))
+    macs = sum(len(r) * len(c) for r, c in cells)
+    return [cells] if macs <= _UNEQUAL * weight.numel() / blocks else []

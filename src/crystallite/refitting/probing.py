@@ -1,0 +1,169 @@
+"""How much of a layer can go, and how much the model's outputs would suffer: curves of damage over size."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from crystallite.refitting.allocation import LayerCurve, NeuronCurve, falling
+from crystallite.refitting.forms import Cells, Shape, approximate, low_rank_factors
+from crystallite.refitting.groups import Hidden
+from crystallite.refitting.partitions import own_cells
+from crystallite.refitting.pruning import eliminate
+from crystallite.refitting.regression import Regression
+from crystallite.refitting.running import outputs_of
+from crystallite.refitting.sequential import set_layer_
+from crystallite.refitting.session import Session, StageMoments, damage
+from crystallite.validation.batches import run
+
+__all__ = ["probe"]
+
+_STEPS = 16  # sizes of each family
+_SAMPLES = 64  # held-out samples on which the damage at the outputs is measured
+_PROBED = 0.05  # error of the layer at which it is measured
+_BLOCKS = (2, 4, 8)
+_PROMISING = 1.5  # a coupling is tried beside blocks that have at most this times the error of a low rank as dear
+
+Factors = tuple[Tensor, Tensor]  # (outputs, ranks) and (ranks, inputs), best first
+
+
+def probe(
+    session: Session, hidden: Sequence[Hidden], progress: bool
+) -> tuple[dict[str, LayerCurve], list[NeuronCurve]]:
+    """Curves for every layer and every group of hidden neurons.
+
+    A layer's own error at each size is known in closed form; what an error of it does to the model's outputs is
+    measured once, on held-out samples. Their product is the expected damage. Cost: one run of the model over the data,
+    and for each layer a run from it to the end on 64 samples.
+    """
+    layers: dict[str, LayerCurve] = {}
+    neurons: dict[str, NeuronCurve] = {}
+    readers = {group.reader: group for group in hidden}
+    probe_data = _Probe(session)
+    handed = session.start()
+    for stretch, stages in enumerate(tqdm(session.itinerary.stretches, "probing", disable=not progress)):
+        moments = [StageMoments(session, stage) for stage in stages]
+        names = [name for stage in stages for name in stage]
+        following = []
+        for number, (seen, returned) in enumerate(session.seen(session.dense, stretch, handed, names)):
+            following.append(returned)
+            for stage in moments:
+                stage.add(number, seen, {name: seen[name].outputs for name in stage.names})
+        while moments:
+            stage = moments.pop(0)  # its products are large
+            for name, regression in stage.regressions().items():
+                session.check_samples(name, regression.weight.shape[1], stage.fitted.samples)
+                size = (regression.weight.shape[0], regression.weight.shape[1])
+                if regression.constant:
+                    layers[name] = LayerCurve(size, ((Shape(), 0.0),))
+                    continue
+                factors = low_rank_factors(regression.weight, regression.metric)
+                options = _layer_options(regression, factors, session.seed, session.units[name].matrix)
+                sensitivity = probe_data.sensitivity(name, regression, factors, options, stretch, handed)
+                choices = ((shape, sensitivity * error) for shape, error in options)
+                layers[name] = LayerCurve(size, ((Shape(), 0.0), *choices))
+                if name in readers:
+                    curve = _neuron_options(regression, readers[name].size)
+                    neurons[name] = NeuronCurve(readers[name], tuple((n, sensitivity * error) for n, error in curve))
+        handed = following
+    return layers, list(neurons.values())
+
+
+def _sizes(largest: float, least: int = 1) -> list[int]:
+    """About 16 sizes below the largest, those of wide layers multiples of 8."""
+    unit = 8 if largest >= 256 else 1
+    found = {unit * math.floor(largest * step / _STEPS / unit) for step in range(1, _STEPS)}
+    return sorted((size for size in found if size >= least), reverse=True)
+
+
+def _layer_options(regression: Regression, factors: Factors, seed: int, own: Tensor) -> list[tuple[Shape, float]]:
+    """Shapes of fewer multiply-adds than the dense layer has, each with the layer's held-out error."""
+    weight, metric = regression.weight, regression.metric
+    outputs, inputs = weight.shape
+    errors, even = (
+        regression.rank_errors(*factors),
+        outputs * inputs / (outputs + inputs),
+    )  # the rank that saves nothing
+    ranks = [r for r in _sizes(even) if r <= len(errors)]
+    found = [(Shape(rank), error) for rank, error in falling([(r, errors[r - 1]) for r in ranks])]
+
+    def add(shape: Shape) -> float:
+        error = regression.error(approximate(weight, metric, shape)[0])
+        found.append((shape, error))
+        return error
+
+    cells = own_cells(own)
+    if cells:
+        add(Shape(0, cells))
+    for blocks in _BLOCKS:
+        if min(outputs, inputs) >= 8 * blocks:
+            cells, as_dear = _any_cells(outputs, inputs, blocks, seed), max(1, int(even / blocks))
+            if add(Shape(0, cells, draft=True)) < _PROMISING * errors[as_dear - 1]:
+                add(Shape(max(1, as_dear // 2), cells, draft=True))
+    return found
+
+
+def _any_cells(outputs: int, inputs: int, blocks: int, seed: int) -> Cells:
+    """A partition that is quick to have; if blocks are chosen for the layer, a better one is looked for."""
+    chance = np.random.default_rng(seed)
+    rows, columns = (chance.permutation(np.arange(size) % blocks) for size in (outputs, inputs))
+    return tuple((np.flatnonzero(rows == b), np.flatnonzero(columns == b)) for b in range(blocks))
+
+
+def _neuron_options(regression: Regression, size: int) -> list[tuple[int, float]]:
+    """How many neurons may be kept, each with the reader's held-out error; all of them first."""
+    found = eliminate(regression, _sizes(size))
+    return falling([(size, 0.0), *((count, regression.error(weight)) for count, (_, weight) in found.items())])
+
+
+class _Probe:
+    """Measures on a few held-out samples what the error of a layer does to the outputs."""
+
+    def __init__(self, session: Session) -> None:
+        self.session, self.numbers = session, list[int]()
+        samples, first = 0, len(session.data.fitted)
+        for number, batch in enumerate(session.data.held_out, first):
+            if samples < _SAMPLES:
+                self.numbers.append(number)
+                samples += batch.size
+        self.expected = {number: run(session.dense, session.data.all[number]) for number in self.numbers}
+
+    def sensitivity(
+        self,
+        name: str,
+        regression: Regression,
+        factors: Factors,
+        options: Sequence[tuple[Shape, float]],
+        stretch: int,
+        handed: Sequence[Any],
+    ) -> float:
+        """Damage at the outputs for each unit of error of the layer."""
+        usable = [
+            (shape, error) for shape, error in options if not shape.cells and error > torch.finfo(torch.float32).eps
+        ]
+        if not usable:
+            return 1.0
+        shape, error = min(usable, key=lambda option: abs(math.log(option[1] / _PROBED)))
+        weight = factors[0][:, : shape.rank] @ factors[1][: shape.rank]
+        module = self.session.dense.get_submodule(name)
+        before = {key: value.detach().clone() for key, value in module.named_parameters()}
+        set_layer_(module, weight, regression.bias(weight))
+        batches = self.session.data.all
+        found = [
+            damage(
+                outputs_of(self.session.dense, batches[n], self.session.itinerary, stretch, handed[n]),
+                self.expected[n],
+                batches[n],
+            )
+            for n in self.numbers
+        ]
+        with torch.no_grad():
+            for key, value in module.named_parameters():
+                value.copy_(before[key])
+        return sum(found) / len(found) / error

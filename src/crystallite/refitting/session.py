@@ -1,0 +1,116 @@
+"""What a fit works on: the dense model, its layers, the data, and moments of what the layers see."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from crystallite.errors import InvalidOption
+from crystallite.refitting.calibration import Calibration, real_rows
+from crystallite.refitting.regression import Moments, Regression
+from crystallite.refitting.running import Itinerary, Seen, observe
+from crystallite.reorganization.units import Unit
+from crystallite.validation.batches import Batch
+from crystallite.validation.outputs import tensors
+
+__all__ = ["Session", "StageMoments", "damage"]
+
+_ROWS = 16_384  # that are fitted on, or ten times the inputs of the widest layer
+
+
+@dataclass(frozen=True)
+class Session:
+    """The dense model in evaluation mode, the layers that may change, and what they are fitted on."""
+
+    dense: nn.Module
+    units: dict[str, Unit]
+    data: Calibration
+    itinerary: Itinerary
+    ridge: float
+    seed: int
+
+    @property
+    def wanted(self) -> int:
+        return max(_ROWS, 10 * max(unit.matrix.shape[1] for unit in self.units.values()))
+
+    def start(self) -> list[Any]:
+        """What is handed to the first stretch, for each batch: nothing."""
+        return [None] * len(self.data.all)
+
+    def advance(self, model: nn.Module, stretch: int, handed: list[Any]) -> list[Any]:
+        """What a stretch hands to the next one, for each batch."""
+        if stretch == len(self.itinerary.stations):
+            return handed
+        return [returned for _, returned in self.seen(model, stretch, handed, ())]
+
+    def seen(
+        self, model: nn.Module, stretch: int, handed: list[Any], names: Sequence[str], until: str | None = None
+    ) -> Iterator[tuple[dict[str, Seen], Any]]:
+        """What layers of a stretch see, batch by batch, and what it hands to the next one unless it ends before."""
+        samples = sum(batch.size for batch in self.data.fitted)
+        for batch, value in zip(self.data.all, handed, strict=True):
+            rows = partial(real_rows, batch, most=math.ceil(self.wanted * batch.size / samples), seed=self.seed)
+            yield observe(model, batch, self.itinerary, stretch, value, names, rows, until)
+
+    def regression(self, name: str, fitted: Moments, held_out: Moments) -> Regression:
+        """The best dense weight of a layer for its moments."""
+        unit = self.units[name]
+        if not fitted.samples or not held_out.samples:
+            raise InvalidOption(f"{name}: no sample of the calibration data reaches it; pass more")
+        return Regression.solve(fitted, held_out, unit.matrix, unit.bias is not None, self.ridge)
+
+    def check_samples(self, name: str, inputs: int, samples: int) -> None:
+        """Refuse to fit more numbers than there are samples for."""
+        if samples < inputs:
+            raise InvalidOption(
+                f"{name}: expected at least {inputs} positions of calibration data, as it reads {inputs} inputs, got "
+                f"{samples}; pass more data, or name the layer in ignore="
+            )
+
+
+class StageMoments:
+    """Moments of layers that read the same tensor: its products with itself are taken once for all of them."""
+
+    def __init__(self, session: Session, names: Sequence[str]) -> None:
+        self.session, self.names = session, tuple(names)
+        self.fitted, self.held_out = Moments(names[0]), Moments(names[0])
+
+    def add(self, number: int, seen: dict[str, Seen], targets: dict[str, Tensor]) -> None:
+        """Take in batch number `number`: what the layers read, and what they should write."""
+        x, t = seen[self.names[0]].inputs, torch.cat([targets[name] for name in self.names], 1)
+        part = self.fitted if number < len(self.session.data.fitted) else self.held_out
+        if part is self.held_out and part.origin is None:
+            part.origin = self.fitted.origin
+        part.add(x, t)
+
+    def regressions(self) -> dict[str, Regression]:
+        """For each layer."""
+        found, start = {}, 0
+        for name in self.names:
+            end = start + self.session.units[name].matrix.shape[0]
+            own = [moments.part(name, slice(start, end)) for moments in (self.fitted, self.held_out)]
+            found[name], start = self.session.regression(name, own[0], own[1]), end
+        return found
+
+
+def damage(found: Any, expected: Any, batch: Batch) -> float:
+    """Σ (found − expected)² of a model's outputs as a share of their variance, on average over its output tensors.
+
+    >>> damage(torch.tensor([[1.0], [4.0]]), torch.tensor([[1.0], [3.0]]), Batch(0, 2))
+    0.5
+    """
+    shares = []
+    ours = tensors(found)
+    for path, value in tensors(expected).items():
+        if value.is_floating_point():
+            rows = real_rows(batch, value.shape[:-1], value.numel(), 0).to(value.device)
+            a, b = (v.reshape(-1, v.shape[-1] if v.ndim else 1)[rows].double() for v in (ours[path], value))
+            variance = ((b - b.mean(0)) ** 2).sum() or (b**2).sum()  # of a single row there is none
+            shares.append(float(((a - b) ** 2).sum() / variance.clamp_min(torch.finfo(torch.float64).tiny)))
+    return sum(shares) / max(len(shares), 1)
