@@ -10,6 +10,7 @@ import crystallite
 SOURCE = Path(crystallite.__file__).parent
 ORDER = [
     "errors",
+    "options",
     "tables",
     "maps",
     "arrays",

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from crystallite.errors import CrystalliteError, InvalidOption
+from crystallite.options import add_annealing
 from crystallite.report import command as report
 from crystallite.serving import command as serve
 from crystallite.upgrading import command as upgrade
@@ -78,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     analyze.add_argument(
         "path", help="safetensors, .pt/.pth/.bin, .npz, .onnx or .gguf file, or a Hugging Face model folder"
     )
-    _add_annealing(analyze)
+    add_annealing(analyze)
     analyze.add_argument("--fast", action="store_true", help="blocks at the one level only: no profile, no hubs")
     analyze.add_argument("--include", action="append", metavar="PATTERN", help="only layers whose name matches")
     analyze.add_argument("--exclude", action="append", metavar="PATTERN", help="not the layers whose name matches")
@@ -97,7 +98,7 @@ def _parser() -> argparse.ArgumentParser:
     reorganize.add_argument("model", metavar="MODEL", help="a folder, or package.module:factory")
     reorganize.add_argument("--out", required=True, type=Path, metavar="FOLDER", help="where to save; must not exist")
     reorganize.add_argument("--weights", type=Path, metavar="FILE", help="weights for what the factory returns")
-    _add_annealing(reorganize)
+    add_annealing(reorganize)
     reorganize.add_argument(
         "--as-it-is", action="store_true", help="anneal nothing: weights that are zero are the gaps"
     )
@@ -117,32 +118,13 @@ def _parser() -> argparse.ArgumentParser:
     demo = commands.add_parser(
         "demo",
         help="a tour on a network trained on the spot",
-        description="Train small networks on scikit-learn's digits and show what separates and what does not.",
+        description="Train a network on scikit-learn's digits, take it apart, rebuild it, and write a report.",
         epilog="example:\n  crystallite demo --out demo-output",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     demo.add_argument("--out", default="demo-output", type=Path, help="folder for what the demo writes")
     demo.set_defaults(run=_demo)
     return parser
-
-
-def _add_annealing(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--level", default=0.01, type=_level, help='significance level, or "percolation" (default: 0.01)'
-    )
-    command.add_argument("--null", choices=["auto", "init", "empirical"], default="auto", help="what noise looks like")
-    command.add_argument("--correction", choices=["bonferroni", "holm", "bh"], help="for testing many weights at once")
-    command.add_argument("--rule", choices=["both", "neyman"], default="both", help="tests a kept weight must pass")
-    command.add_argument("--random-walk", choices=["calibrated", "literal"], default="calibrated")
-
-
-def _level(text: str) -> float | str:
-    if text == "percolation":
-        return text
-    try:
-        return float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f'expected a number or "percolation", got {text!r}') from None
 
 
 def _analyze(options: argparse.Namespace) -> int:

@@ -1,6 +1,7 @@
 """Batches that form while others are computed; deadlines, full queues, callers that leave, and failures."""
 
 import asyncio
+import functools
 import time
 
 import pytest
@@ -44,6 +45,7 @@ async def until(condition):
 def scenario(test):
     """Run an asynchronous test."""
 
+    @functools.wraps(test)
     def run():
         asyncio.run(asyncio.wait_for(test(), 10))
 
@@ -51,7 +53,7 @@ def scenario(test):
 
 
 @scenario
-async def _accumulates():
+async def test_requests_that_come_while_it_is_busy_are_the_next_batch():
     work = Work(gated=True)
     queue = batcher(work, max_batch=8)
     first = asyncio.create_task(queue.infer(rows(0)))
@@ -65,23 +67,15 @@ async def _accumulates():
     assert work.batches == [1, 8, 4]
 
 
-def test_requests_that_come_while_it_is_busy_are_the_next_batch():
-    _accumulates()
-
-
 @scenario
-async def _larger_than_a_batch():
+async def test_a_request_larger_than_a_batch_runs_alone():
     work = Work()
     assert len(await batcher(work, max_batch=2).infer(rows(*range(5)))) == 5
     assert work.batches == [5]
 
 
-def test_a_request_larger_than_a_batch_runs_alone():
-    _larger_than_a_batch()
-
-
 @scenario
-async def _waits():
+async def test_an_idle_model_waits_for_a_fuller_batch():
     work = Work()
     queue = batcher(work, max_wait=5, max_batch=3)
     await asyncio.gather(*(queue.infer(rows(i)) for i in range(3)))  # full: nobody waits five seconds
@@ -91,12 +85,8 @@ async def _waits():
     assert work.batches == [3, 1]
 
 
-def test_an_idle_model_waits_for_a_fuller_batch():
-    _waits()
-
-
 @scenario
-async def _full():
+async def test_a_full_queue_refuses_and_says_when_to_come_back():
     work = Work(gated=True)
     queue = batcher(work, max_queue=2)
     tasks = [asyncio.create_task(queue.infer(rows(0)))]
@@ -116,12 +106,8 @@ async def _full():
     assert [y.item() for y in await asyncio.gather(*tasks)] == [1, 2, 4]
 
 
-def test_a_full_queue_refuses_and_says_when_to_come_back():
-    _full()
-
-
 @scenario
-async def _deadline():
+async def test_who_waited_too_long_is_told_at_once_and_not_computed():
     work = Work(gated=True)
     queue = batcher(work, timeout=0.2)
     busy = asyncio.create_task(queue.infer(rows(0)))
@@ -138,12 +124,8 @@ async def _deadline():
     assert work.batches == [1, 1]  # the one that came too late was not computed
 
 
-def test_who_waited_too_long_is_told_at_once_and_not_computed():
-    _deadline()
-
-
 @scenario
-async def _left():
+async def test_who_has_left_is_not_computed():
     work = Work(gated=True)
     queue = batcher(work)
     tasks = [asyncio.create_task(queue.infer(rows(0)))]
@@ -157,12 +139,8 @@ async def _left():
     assert work.batches == [1, 1]
 
 
-def test_who_has_left_is_not_computed():
-    _left()
-
-
 @scenario
-async def _poison():
+async def test_one_request_that_fails_does_not_fail_the_others():
     work = Work(gated=True)
     queue = batcher(work)
     tasks = [asyncio.create_task(queue.infer(rows(i))) for i in (0, 1, 13, 2)]
@@ -174,12 +152,8 @@ async def _poison():
     assert (await queue.infer(rows(5))).item() == 6
 
 
-def test_one_request_that_fails_does_not_fail_the_others():
-    _poison()
-
-
 @scenario
-async def _drain():
+async def test_closing_answers_what_was_accepted():
     work = Work(gated=True)
     queue = batcher(work)
     tasks = [asyncio.create_task(queue.infer(rows(i))) for i in range(3)]
@@ -195,10 +169,6 @@ async def _drain():
     await closing
     assert all(task.done() for task in tasks) or await asyncio.gather(*tasks)
     assert [task.result().item() for task in tasks] == [1, 2, 3]
-
-
-def test_closing_answers_what_was_accepted():
-    _drain()
 
 
 @pytest.mark.parametrize("limits", [{"max_batch": 0}, {"max_queue": 0}, {"timeout": 0}, {"max_wait": float("nan")}])

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from crystallite.errors import CheckpointError
+from crystallite.options import add_annealing
 
 __all__ = ["add_parser", "run"]
 
@@ -38,10 +39,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--monitor", type=Path, metavar="FILE", help="JSON lines that training wrote")
     parser.add_argument("--figures", type=Path, metavar="FOLDER", help="also write each figure as a file of its own")
     parser.add_argument("--format", choices=["svg", "png"], default="svg", help="of these figures (default: svg)")
-    parser.add_argument("--level", default=0.01, type=_level, help='number or "percolation" (default: 0.01)')
-    parser.add_argument("--null", choices=["auto", "init", "empirical"], default="auto", help="what noise looks like")
-    parser.add_argument("--correction", choices=["bonferroni", "holm", "bh"], help="for testing many weights at once")
-    parser.add_argument("--rule", choices=["both", "neyman"], default="both", help="tests a kept weight must pass")
+    add_annealing(parser)
     parser.add_argument("--include", action="append", metavar="PATTERN", help="only layers whose name matches")
     parser.add_argument("--exclude", action="append", metavar="PATTERN", help="not the layers whose name matches")
     parser.add_argument("--json", action="store_true", help="what was written, as JSON on standard output")
@@ -65,6 +63,7 @@ def run(options: argparse.Namespace) -> int:
         null=options.null,
         correction=options.correction,
         rule=options.rule,
+        random_walk=options.random_walk,
         include=options.include or ("*",),
         exclude=options.exclude or (),
     )
@@ -85,12 +84,3 @@ def _read(path: Path | None) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise CheckpointError(f"{path}: expected JSON: {error}") from None
-
-
-def _level(text: str) -> float | str:
-    if text == "percolation":
-        return text
-    try:
-        return float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f'expected a number or "percolation", got {text!r}') from None

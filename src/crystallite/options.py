@@ -1,0 +1,27 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+import argparse
+
+__all__ = ["add_annealing"]
+
+
+def add_annealing(command: argparse.ArgumentParser) -> None:
+    """How weights are tested: level, null, correction, rule, random walk."""
+    command.add_argument(
+        "--level", default=0.01, type=_level, help='significance level, or "percolation" (default: 0.01)'
+    )
+    command.add_argument("--null", choices=["auto", "init", "empirical"], default="auto", help="what noise looks like")
+    command.add_argument("--correction", choices=["bonferroni", "holm", "bh"], help="for testing many weights at once")
+    command.add_argument("--rule", choices=["both", "neyman"], default="both", help="tests a kept weight must pass")
+    command.add_argument("--random-walk", choices=["calibrated", "literal"], default="calibrated")
+
+
+def _level(text: str) -> float | str:
+    if text == "percolation":
+        return text
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f'expected a number or "percolation", got {text!r}') from None
