@@ -3,36 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from crystallite.operators.engine import Block, Stage, array, cut, empty_blocks, in_order, products
+from crystallite.operators.blocks import Blocks
+from crystallite.operators.engine import Block, Stage, array, cut, in_order, products
 
 __all__ = ["ChainLayer"]
 
 
-class ChainLayer(nn.Module):
+class ChainLayer(Blocks):
     """One layer of a chain: (columns, samples) → (rows, samples), the dormant rows last."""
 
-    empty: Tensor
-    columns: Tensor | None  # line of the state before that each column of the blocks reads; None: the first, in order
+    rows_table = "neurons"
     neurons: Tensor | None  # the hidden neuron that each row is in the model; None: in order
-
-    def __init__(
-        self, in_features: int, out_features: int, weights: list[Tensor], bias: Tensor | None, columns: Tensor | None,
-        neurons: Tensor | None, dtype: torch.dtype | None = None,
-    ) -> None:  # fmt: skip
-        super().__init__()
-        self.in_features, self.out_features = in_features, out_features
-        self.weights = nn.ParameterList(weights)  # (blocks, rows, columns) for each run of equal blocks
-        self.bias = None if bias is None else nn.Parameter(bias)  # as the rows are
-        empty = weights[0].detach().new_empty(0) if weights else torch.empty(0, dtype=dtype)
-        self.register_buffer("empty", empty, persistent=False)  # dtype and device, even without blocks
-        self.register_buffer("columns", columns)
-        self.register_buffer("neurons", neurons)
 
     @classmethod
     def cut(cls, layer: nn.Linear, blocks: Sequence[Block], rows: np.ndarray, columns: np.ndarray) -> ChainLayer:
@@ -44,26 +30,8 @@ class ChainLayer(nn.Module):
 
         bias = None if layer.bias is None else layer.bias.detach()[torch.from_numpy(rows).to(device)]
         sizes = (layer.in_features, layer.out_features)
-        made = cls(*sizes, cut(weight, blocks), bias, table(columns), table(rows), weight.dtype)
+        made = cls(*sizes, cut(weight, blocks), table(columns), table(rows), bias, weight.dtype)
         return made.to(device)
-
-    @property
-    def n_blocks(self) -> int:
-        return sum(len(w) for w in self.weights)
-
-    @property
-    def macs(self) -> int:
-        return sum(w.numel() for w in self.weights)
-
-    @property
-    def reads(self) -> int:
-        """Columns of all blocks."""
-        return sum(w.shape[0] * w.shape[2] for w in self.weights)
-
-    @property
-    def writes(self) -> int:
-        """Rows of all blocks."""
-        return sum(w.shape[0] * w.shape[1] for w in self.weights)
 
     def forward(self, state: Tensor) -> Tensor:
         read = state.narrow(0, 0, self.reads) if self.columns is None else state.index_select(0, self.columns)
@@ -107,31 +75,3 @@ class ChainLayer(nn.Module):
             if self.bias is not None:
                 dense.bias[rows[rows >= 0]] = self.bias[rows >= 0]
         return dense
-
-    def describe(self) -> dict[str, Any]:
-        return {
-            "in_features": self.in_features,
-            "out_features": self.out_features,
-            "stacks": [list(w.shape) for w in self.weights],
-            "bias": self.bias is not None,
-            "columns": self.columns is not None,
-            "neurons": self.neurons is not None,
-        }
-
-    @classmethod
-    def from_description(cls, description: dict[str, Any]) -> ChainLayer:
-        columns, rows = int(description["in_features"]), int(description["out_features"])
-        stacks = empty_blocks(description["stacks"], rows, None if description["columns"] else columns)
-        reads = sum(w.shape[0] * w.shape[2] for w in stacks)
-        return cls(
-            columns,
-            rows,
-            stacks,
-            torch.empty(rows) if description["bias"] else None,
-            torch.empty(reads, dtype=torch.long) if description["columns"] else None,
-            torch.empty(rows, dtype=torch.long) if description["neurons"] else None,
-        )
-
-    def index_limits(self) -> dict[str, int]:
-        limits = {"columns": self.in_features, "neurons": self.out_features}
-        return {name: limit for name, limit in limits.items() if getattr(self, name) is not None}

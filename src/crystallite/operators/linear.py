@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from crystallite.arrays import as_matrix
 from crystallite.errors import InvalidMatrix
+from crystallite.operators.blocks import Blocks
 from crystallite.operators.engine import (
     Block,
     Plan,
@@ -20,7 +21,6 @@ from crystallite.operators.engine import (
     can_plan,
     can_run_compiled,
     cut,
-    empty_blocks,
     in_order,
     joined,
     products,
@@ -31,7 +31,7 @@ from crystallite.structure.bipartite import BipartiteStructure
 __all__ = ["BlockLinear"]
 
 
-class BlockLinear(nn.Module):
+class BlockLinear(Blocks):
     """y = Wx + b computed as permutation → projection → parallel sub-operators → embedding → inverse permutation.
 
     Holds the blocks, the bias in its original order and two index tables: O(rows + cols) beside the blocks. A table
@@ -49,30 +49,12 @@ class BlockLinear(nn.Module):
     True
     """
 
-    empty: Tensor
-    columns: Tensor | None  # (columns of all blocks,) the input each one reads; None: the first ones, in order
+    rows_table = "outputs"
     outputs: Tensor | None  # (out_features,) place of each output among the rows of all blocks, past them: dormant
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        weights: list[Tensor],
-        columns: Tensor | None,
-        outputs: Tensor | None,
-        bias: Tensor | None,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-    ) -> None:
-        super().__init__()
-        self.in_features, self.out_features = in_features, out_features
-        self.weights = nn.ParameterList(weights)  # (blocks, rows, columns) for each run of equal blocks
-        self.bias = None if bias is None else nn.Parameter(bias)
-        # dtype and device, even without blocks
-        empty = weights[0].detach().new_empty(0) if weights else torch.empty(0, dtype=dtype, device=device)
-        self.register_buffer("empty", empty, persistent=False)
-        self.register_buffer("columns", columns)
-        self.register_buffer("outputs", outputs)
+    def __init__(self, *parts: Any, **options: Any) -> None:
+        """in_features, out_features, weights, columns, outputs, bias, dtype, device: see `Blocks` and `from_dense`."""
+        super().__init__(*parts, **options)
         self._plan = Plan()
 
     @classmethod
@@ -105,19 +87,10 @@ class BlockLinear(nn.Module):
         return cls(width, height, cut(weight, blocks), tables[1], tables[0], kept_bias, weight.dtype, weight.device)
 
     @property
-    def n_blocks(self) -> int:
-        return sum(len(w) for w in self.weights)
-
-    @property
-    def macs(self) -> int:
-        """Multiply-accumulates per input vector."""
-        return sum(w.numel() for w in self.weights)
-
-    @property
     def weight(self) -> Tensor:
         """The dense weight these blocks stand for, built when asked; gradients flow back to the blocks."""
         dense = self.empty.new_zeros(self.out_features, self.in_features)
-        everything = torch.arange(max(self.out_features, self._reads), device=self.empty.device)
+        everything = torch.arange(max(self.out_features, self.reads), device=self.empty.device)
         positions = everything if self.outputs is None else torch.argsort(self.outputs)  # dormant ones last
         reads = everything if self.columns is None else self.columns
         row = column = 0
@@ -148,11 +121,11 @@ class BlockLinear(nn.Module):
             if plan.dtype == x.dtype:
                 return run(plan, x)
         flat = as_rows(x)
-        read = flat.narrow(1, 0, self._reads) if self.columns is None else flat.index_select(1, self.columns)
+        read = flat.narrow(1, 0, self.reads) if self.columns is None else flat.index_select(1, self.columns)
         if self.outputs is None:  # the rows come in order, dormant ones last
             y = products(read.t(), self.weights, self.bias, self.out_features).t()
         else:
-            rows = products(read.t(), self.weights, None, min(self._writes + 1, self.out_features))
+            rows = products(read.t(), self.weights, None, min(self.writes + 1, self.out_features))
             y = rows.t().index_select(1, self.outputs)
             y = y if self.bias is None else y + self.bias.to(y.dtype)  # autocast makes products of another dtype
         return y.reshape(*x.shape[:-1], self.out_features)
@@ -165,47 +138,8 @@ class BlockLinear(nn.Module):
         return self._plan
 
     @property
-    def _reads(self) -> int:
-        """Columns of all blocks."""
-        return sum(w.shape[0] * w.shape[2] for w in self.weights)
-
-    @property
-    def _writes(self) -> int:
-        """Rows of all blocks."""
-        return sum(w.shape[0] * w.shape[1] for w in self.weights)
-
-    # how it is stored
-
-    def describe(self) -> dict[str, Any]:
-        """All that is needed to rebuild the layer around its tensors, as plain values."""
-        return {
-            "in_features": self.in_features,
-            "out_features": self.out_features,
-            "stacks": [list(w.shape) for w in self.weights],
-            "columns": self.columns is not None,
-            "outputs": self.outputs is not None,
-            "bias": self.bias is not None,
-        }
-
-    @classmethod
-    def from_description(cls, description: dict[str, Any]) -> BlockLinear:
-        """A layer of that shape whose tensors are not filled."""
-        columns, rows = int(description["in_features"]), int(description["out_features"])
-        stacks = empty_blocks(description["stacks"], rows, None if description["columns"] else columns)
-        reads = sum(w.shape[0] * w.shape[2] for w in stacks)
-        return cls(
-            columns,
-            rows,
-            stacks,
-            torch.empty(reads, dtype=torch.long) if description["columns"] else None,
-            torch.empty(rows, dtype=torch.long) if description["outputs"] else None,
-            torch.empty(rows) if description["bias"] else None,
-        )
-
-    def index_limits(self) -> dict[str, int]:
-        """What the values of each index table must stay below."""
-        limits = {"columns": self.in_features, "outputs": self._writes + 1}
-        return {name: limit for name, limit in limits.items() if getattr(self, name) is not None}
+    def _most_rows(self) -> int:
+        return self.writes + 1  # past them: dormant
 
     def extra_repr(self) -> str:
         cost = f"{self.macs} of {self.in_features * self.out_features} multiply-adds"

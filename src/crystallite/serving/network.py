@@ -96,4 +96,4 @@ def _joined(layers: Sequence[nn.Linear]) -> ChainLayer:
     stacks = [torch.stack(list(run)) for _, run in groupby(weights, key=lambda weight: weight.shape)]
     biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
     inputs, outputs = (sum(getattr(layer, side) for layer in layers) for side in ("in_features", "out_features"))
-    return ChainLayer(inputs, outputs, stacks, torch.cat(biases) if biases else None, None, None)
+    return ChainLayer(inputs, outputs, stacks, None, None, torch.cat(biases) if biases else None)

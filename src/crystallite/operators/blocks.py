@@ -1,0 +1,96 @@
+"""What every layer of blocks holds, and how it is stored."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+
+from crystallite.operators.engine import empty_blocks
+
+__all__ = ["Blocks"]
+
+
+class Blocks(nn.Module):
+    """The blocks of one matrix, its bias, what the columns read, and a table that says what the rows are."""
+
+    rows_table: ClassVar[str]  # its name; (out_features,) indices
+
+    empty: Tensor
+    columns: Tensor | None  # what each column of the blocks reads, block after block; None: the first, in order
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        weights: list[Tensor],
+        columns: Tensor | None,
+        rows: Tensor | None,
+        bias: Tensor | None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self.weights = nn.ParameterList(weights)  # (blocks, rows, columns) for each run of equal blocks
+        self.bias = None if bias is None else nn.Parameter(bias)
+        # dtype and device, even without blocks
+        empty = weights[0].detach().new_empty(0) if weights else torch.empty(0, dtype=dtype, device=device)
+        self.register_buffer("empty", empty, persistent=False)
+        self.register_buffer("columns", columns)
+        self.register_buffer(self.rows_table, rows)
+
+    @property
+    def n_blocks(self) -> int:
+        return sum(len(w) for w in self.weights)
+
+    @property
+    def macs(self) -> int:
+        """Multiply-accumulates per input vector."""
+        return sum(w.numel() for w in self.weights)
+
+    @property
+    def reads(self) -> int:
+        """Columns of all blocks."""
+        return sum(w.shape[0] * w.shape[2] for w in self.weights)
+
+    @property
+    def writes(self) -> int:
+        """Rows of all blocks."""
+        return sum(w.shape[0] * w.shape[1] for w in self.weights)
+
+    def describe(self) -> dict[str, Any]:
+        """All that is needed to rebuild the layer around its tensors, as plain values."""
+        return {
+            "in_features": self.in_features,
+            "out_features": self.out_features,
+            "stacks": [list(w.shape) for w in self.weights],
+            "columns": self.columns is not None,
+            self.rows_table: getattr(self, self.rows_table) is not None,
+            "bias": self.bias is not None,
+        }
+
+    @classmethod
+    def from_description(cls, description: dict[str, Any]) -> Self:
+        """A layer of that shape whose tensors are not filled."""
+        columns, rows = int(description["in_features"]), int(description["out_features"])
+        stacks = empty_blocks(description["stacks"], rows, None if description["columns"] else columns)
+        reads = sum(w.shape[0] * w.shape[2] for w in stacks)
+        return cls(
+            columns,
+            rows,
+            stacks,
+            torch.empty(reads, dtype=torch.long) if description["columns"] else None,
+            torch.empty(rows, dtype=torch.long) if description[cls.rows_table] else None,
+            torch.empty(rows) if description["bias"] else None,
+        )
+
+    def index_limits(self) -> dict[str, int]:
+        """What the values of each index table must stay below."""
+        limits = {"columns": self.in_features, self.rows_table: self._most_rows}
+        return {name: limit for name, limit in limits.items() if getattr(self, name) is not None}
+
+    @property
+    def _most_rows(self) -> int:
+        return self.out_features
