@@ -22,7 +22,7 @@ TOKEN = "a token that nobody guesses"
 
 def call(url, path, body=None, method=None, headers=()):
     """(status, headers, body as JSON or text)."""
-    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=10)
+    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=60)
     try:
         connection.request(method or ("GET" if body is None else "POST"), path, body, dict(headers))
         response = connection.getresponse()
@@ -86,7 +86,7 @@ def test_answers(url, model, x):
 
 
 def test_answers_do_not_wait_for_acknowledgements(url, x):
-    connection, times = http.client.HTTPConnection(urlsplit(url).netloc, timeout=10), []
+    connection, times = http.client.HTTPConnection(urlsplit(url).netloc, timeout=60), []
     for _ in range(9):
         started = time.perf_counter()
         connection.request("POST", "/v2/models/small/infer", request(x))
@@ -175,7 +175,7 @@ class Slow(torch.nn.Module):
 
     def forward(self, x):
         self.calls += 1
-        assert self.gate.wait(10)
+        assert self.gate.wait(60)
         return self.inner(x)
 
 
@@ -193,7 +193,7 @@ def slow(folder):
 
 
 def wait_for(condition):
-    until = time.monotonic() + 5
+    until = time.monotonic() + 30
     while not condition():
         assert time.monotonic() < until
         time.sleep(0.005)
@@ -202,8 +202,10 @@ def wait_for(condition):
 def test_a_full_queue(slow, x):
     url, piece, service = slow
     with ThreadPoolExecutor(3) as pool:
-        accepted = [pool.submit(infer, url, x) for _ in range(3)]
-        wait_for(lambda: piece.calls == 1 and service.models["small"].batcher.waiting == 2)
+        accepted = [pool.submit(infer, url, x)]
+        wait_for(lambda: piece.calls == 1)
+        accepted += [pool.submit(infer, url, x) for _ in range(2)]
+        wait_for(lambda: service.models["small"].batcher.waiting == 2)
         assert 'crystallite_queue_requests{model="small"} 2' in call(url, "/metrics")[2]
         status, headers, body = infer(url, x)
         assert status == 429

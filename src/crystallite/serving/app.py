@@ -6,7 +6,8 @@ import asyncio
 import hmac
 import json
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 
 from starlette.applications import Starlette
@@ -25,6 +26,7 @@ __all__ = ["application"]
 
 Handler = Callable[[Request], Awaitable[Response]]
 _OPEN = ("/v2/health/live", "/v2/health/ready")  # what a supervisor asks before it has a token
+_LINGER_BYTES, _LINGER_SECONDS = 1 << 20, 1.0
 _CLIENT_LEFT = 499  # nginx's code, for the metrics: nobody is there to read it
 
 
@@ -138,13 +140,15 @@ class _Handlers:
         too_large = Refusal(413, f"expected a body of at most {most} bytes")
         claimed = request.headers.get("content-length", "0")
         if claimed.isdigit() and int(claimed[:20]) > most:
+            await _linger(request.stream(), request)
             raise too_large
         body = bytearray()
         try:
             async with asyncio.timeout(self._service.limits.timeout):
-                async for chunk in request.stream():
+                async for chunk in (stream := request.stream()):
                     body += chunk
                     if len(body) > most:
+                        await _linger(stream, request)
                         raise too_large
         except TimeoutError:
             raise Refusal(408, f"the body did not come within {self._service.limits.timeout:g} s") from None
@@ -154,6 +158,19 @@ class _Handlers:
 
     def _model(self, request: Request) -> ServedModel:
         return self._service.model(request.path_params["model"], request.path_params.get("version"))
+
+
+async def _linger(stream: AsyncIterator[bytes], request: Request) -> None:
+    """Read on a little: a client that is still sending when the connection closes may never see why."""
+    if request.headers.get("expect", "").lower() == "100-continue":  # it waits for leave before it sends
+        return
+    left = _LINGER_BYTES
+    with suppress(TimeoutError, ClientDisconnect):
+        async with asyncio.timeout(_LINGER_SECONDS):
+            async for chunk in stream:
+                left -= len(chunk)
+                if left < 0:
+                    return
 
 
 def _refused(refusal: Refusal) -> Response:

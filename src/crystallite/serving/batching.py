@@ -72,6 +72,7 @@ class Batcher:
     async def close(self) -> None:
         """Take no more requests, and return when those that were taken are answered."""
         self._closed = True
+        self._arrival.set()  # nobody comes any more: no reason to wait for a fuller batch
         if self._task is not None:
             await asyncio.wait([self._task])
 
@@ -92,7 +93,7 @@ class Batcher:
     async def _gather(self) -> None:
         """Wait for a full batch, but not longer than the first request may wait."""
         until = self._queue[0].arrived + self._limits.max_wait
-        while self._queue and sum(len(w.x) for w in self._queue) < self._limits.max_batch:
+        while self._queue and not self._closed and sum(len(w.x) for w in self._queue) < self._limits.max_batch:
             self._arrival.clear()
             try:
                 async with asyncio.timeout(until - time.monotonic()):
