@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -14,7 +16,7 @@ from numba import njit
 
 from crystallite.arrays import Magnitudes
 
-__all__ = ["compiled", "over_rows", "over_tasks", "thread_count"]
+__all__ = ["as_team", "compiled", "over_rows", "over_tasks", "thread_count"]
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
@@ -57,6 +59,40 @@ def over_rows(matrix: Magnitudes, work: Callable[[int, int, np.ndarray], None]) 
     over_tasks(threads, range(threads), run)
 
 
+def as_team(threads: int, function: Any, argument: int) -> None:
+    """function(argument) by so many threads at the same time; function is a cfunc of one 64-bit number.
+
+    The threads are those of PyTorch's OpenMP, where it can be found: they spin for a while after each operation, so
+    they are there at once, and any others would have to wait for the cores until they are done with that.
+    """
+    if threads == 1:
+        function.ctypes(argument)
+    elif (start := _openmp()) is not None:
+        start(function.address, argument, threads, 0)
+    else:
+        over_tasks(threads, range(threads), lambda _: function.ctypes(argument))
+
+
+@functools.cache
+def _openmp() -> Any:
+    """GOMP_parallel(function, argument, threads, flags) of the library that PyTorch has loaded, or None.
+
+    LLVM's and Intel's OpenMP have it too. In a process that was forked it would wait for threads that are gone.
+    """
+    if not hasattr(os, "RTLD_NOLOAD") or not torch.backends.openmp.is_available():
+        return None
+    home = Path(torch.__file__).parent
+    for path in [*home.glob("lib/lib*omp*"), *home.parent.glob("torch.libs/lib*omp*"), "libgomp.so.1", "libomp.so"]:
+        try:
+            function = ctypes.CDLL(str(path), mode=os.RTLD_NOLOAD | os.RTLD_NOW).GOMP_parallel
+        except (OSError, AttributeError):
+            continue
+        function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+        function.restype = None
+        return function
+    return None
+
+
 def over_tasks(threads: int, tasks: Iterable[Task], work: Callable[[Task], Result]) -> list[Result]:
     """[work(task) for task in tasks], by the calling thread and `threads` − 1 others, each taking the next one.
 
@@ -87,5 +123,12 @@ def _workers() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(thread_name_prefix="crystallite")
 
 
+def _forget_threads() -> None:
+    """They do not survive a fork."""
+    global _openmp
+    _workers.cache_clear()
+    _openmp = functools.cache(lambda: None)
+
+
 if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=_workers.cache_clear)  # threads do not survive a fork
+    os.register_at_fork(after_in_child=_forget_threads)

@@ -72,7 +72,7 @@ def test_same_outputs(sizes, groups, dead, bias, dtype):
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("batch", [1, 2, 5, 40, 200])
 def test_hidden_partitions_that_differ_leave_one_shuffle(activation, threads, batch, monkeypatch):
-    monkeypatch.setattr(engine, "_WORTH_A_THREAD", 0.0)
+    monkeypatch.setattr(engine, "_WORTH_A_TEAM", 0.0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     layers = planted((24, 36, 30, 20), 4, dead=0.1, shared=False, dtype=torch.float32)
     whole = dense(layers, [activation] * 2).eval()
@@ -82,6 +82,34 @@ def test_hidden_partitions_that_differ_leave_one_shuffle(activation, threads, ba
     with torch.inference_mode():
         assert_close(chain(x), whole(x))
     assert_close(chain(x), whole(x))
+
+
+KNOWN = [nn.ReLU(), nn.GELU(), nn.GELU("tanh"), nn.SiLU(), nn.Tanh(), nn.Sigmoid(), nn.Identity()]
+
+
+@pytest.mark.parametrize("activation", [*KNOWN, nn.ELU(), nn.LeakyReLU(), nn.Sequential(nn.Tanh(), nn.ReLU())], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_activations_on_the_whole_line(activation, dtype):
+    """Numbers of all sizes, signs and both infinities, with one block that hands them on as they are."""
+    layers = [nn.Linear(2, 2, bias=False, dtype=dtype) for _ in range(2)]
+    for layer in layers:
+        layer.weight.data = torch.eye(2, dtype=dtype)
+    chain = cx.BlockChain.from_dense(layers, [activation])
+    sizes = torch.cat([torch.zeros(1), torch.logspace(-30, 30, 400, dtype=torch.float64), torch.linspace(0, 12, 4001)])
+    values = torch.cat([sizes, -sizes, torch.tensor([torch.inf, -torch.inf, torch.nan])]).to(dtype)
+    x = values[:, None].repeat(1, 2)
+    exact = activation(x.double())
+    nan = exact.isnan()  # of PyTorch itself, for some infinities
+
+    def error(y):
+        scale = 1e-30 + torch.maximum(exact.abs(), x.double().abs().clamp(max=1))
+        return ((y - exact).abs() / scale)[~nan].nan_to_num(0).max()
+
+    with torch.no_grad():
+        by_rows = torch.cat([chain(some) for some in x.split(3)])
+        for y in (chain(x), by_rows):
+            torch.testing.assert_close((y.isnan() & ~x.isinf()), nan & ~x.isinf())
+            assert error(y) <= max(10 * torch.finfo(dtype).eps, 2 * error(activation(x)))
 
 
 def test_finer_blocks_before_coarser_ones_need_no_shuffle():

@@ -60,7 +60,7 @@ def test_same_outputs(kind, dtype, shape):
 @pytest.mark.parametrize("samples", [1, 3, 4, 15, 16, 17, 500])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_any_number_of_samples_and_threads(kind, threads, samples, dtype, monkeypatch):
-    monkeypatch.setattr(engine, "_WORTH_A_THREAD", 0.0)
+    monkeypatch.setattr(engine, "_WORTH_A_TEAM", 0.0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     dense, blocks = pair(kind, dtype)
     x = torch.randn(84, samples, dtype=dtype).t()  # not contiguous

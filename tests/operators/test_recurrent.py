@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 
 import crystallite as cx
 from crystallite import CrystalliteError, InvalidMatrix, InvalidOption
-from crystallite.operators import instructions, recurrent_layer
+from crystallite.operators import functions, recurrent_layer
 from crystallite.operators.frobenius import frobenius_form
 from crystallite.operators.recurrent import BlockRecurrent
 from tests.operators.tolerance import assert_close
@@ -398,7 +398,7 @@ def test_frobenius_form():
 @pytest.mark.parametrize("real", [np.float32, np.float64])
 @pytest.mark.parametrize("name", ["sigmoid", "tanh"])
 def test_activations_to_the_last_places(name, real):
-    function = getattr(instructions, name)
+    function = getattr(functions, name)
 
     @njit
     def apply(values, out):

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from crystallite.errors import InvalidMatrix, InvalidOption
 from crystallite.operators.chain_layer import ChainLayer
 from crystallite.operators.engine import (
-    Activation,
     Block,
     Plan,
     array,
@@ -38,6 +37,7 @@ ELEMENTWISE = (
     nn.Softplus, nn.Softsign, nn.Hardtanh, nn.Hardsigmoid, nn.Hardswish, nn.Hardshrink, nn.Softshrink, nn.Tanhshrink,
     nn.LogSigmoid, nn.Threshold, nn.Identity, nn.Dropout,
 )  # fmt: skip
+_COMPILED = {nn.ReLU: "relu", nn.SiLU: "silu", nn.Tanh: "tanh", nn.Sigmoid: "sigmoid"}  # and GELU
 
 
 class BlockChain(nn.Module):
@@ -163,22 +163,22 @@ class BlockChain(nn.Module):
 
     def _planned(self, x: Tensor) -> Plan:
         self._plan = Plan()
-        if can_plan(self, x):
-            between = [_Between(activation) for activation in self.activations]
-            relus = [*(activation.is_relu for activation in between), False]
-            stages = [layer.stage(relu) for layer, relu in zip(self._layers(), relus, strict=True)]
-            ends = array(self.outputs), array(None, self.empty), self.out_features
-            self._plan = Plan(self, stages, *ends, [activation.rest for activation in between])
+        names = [*(_compiled_name(activation) for activation in self.activations), "none"]
+        if can_plan(self, x) and None not in names:
+            stages = [layer.stage(name) for layer, name in zip(self._layers(), names, strict=True) if name]
+            ends = array(self.outputs), array(None, self.empty), self.in_features, self.out_features
+            self._plan = Plan(self, stages, *ends)
         return self._plan
 
-    def subnetworks(self) -> list[tuple[nn.Sequential, Tensor, Tensor]]:
+    def subnetworks(self, only: Sequence[int] | None = None) -> list[tuple[nn.Sequential, Tensor, Tensor]]:
         """Each subnetwork as a network of its own, with the inputs it reads and the outputs it writes.
 
         y[:, outputs] = subnetwork(x[:, inputs]) for each of them, and `idle_outputs` elsewhere, is the whole chain.
+        With `only`, those of these numbers, in this order; the weights of others are not read.
         """
         parts = [(layer, reads.cpu(), rows.cpu()) for layer, reads, rows in self._with_neurons()]
-        found = []
-        for members in self._members():
+        found, networks = [], self._members()
+        for members in networks if only is None else [networks[number] for number in only]:
             stages: list[nn.Module] = []
             for depth, (layer, reads, rows) in enumerate(parts):
                 stages.append(layer.part(reads, rows, members[depth], members[depth + 1]))
@@ -252,14 +252,17 @@ class BlockChain(nn.Module):
         )
 
 
-class _Between:
-    """What follows a layer, as the compiled kernels see it."""
-
-    def __init__(self, activation: nn.Module) -> None:
-        parts = activation if isinstance(activation, nn.Sequential) else [activation]
-        acting = [p for p in parts if not isinstance(p, nn.Identity) and (p.training or not isinstance(p, nn.Dropout))]
-        self.is_relu = len(acting) == 1 and type(acting[0]) is nn.ReLU
-        self.rest: Activation | None = None if self.is_relu or not acting else activation
+def _compiled_name(activation: nn.Module) -> str | None:
+    """What the kernels call the function that follows a layer; None: they do not know it."""
+    parts = activation if isinstance(activation, nn.Sequential) else [activation]
+    acting = [p for p in parts if not isinstance(p, nn.Identity) and (p.training or not isinstance(p, nn.Dropout))]
+    if not acting:
+        return "none"
+    if len(acting) > 1:
+        return None
+    if type(acting[0]) is nn.GELU:
+        return "gelu_tanh" if acting[0].approximate == "tanh" else "gelu"
+    return _COMPILED.get(type(acting[0]))
 
 
 def _arranged(structures: Sequence[BipartiteStructure]) -> list[tuple[list[Block], np.ndarray]]:

@@ -37,11 +37,11 @@ class ChainLayer(Blocks):
         read = state.narrow(0, 0, self.reads) if self.columns is None else state.index_select(0, self.columns)
         return products(read, self.weights, self.bias, self.out_features)
 
-    def stage(self, relu: bool) -> Stage:
+    def stage(self, activation: str) -> Stage:
         weights = [array(w) for w in self.weights]
         if self.writes < self.out_features:
             weights.append(array(self.empty).reshape(1, self.out_features - self.writes, 0))
-        return Stage(weights, array(self.bias, self.empty), array(self.columns), relu)
+        return Stage(weights, array(self.bias, self.empty), array(self.columns), activation)
 
     def blocks_of_lines(self) -> tuple[np.ndarray, np.ndarray]:
         """The number of the block that each row, and each column, of the blocks is in."""

@@ -6,10 +6,10 @@ ends.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
-from itertools import groupby, pairwise
+import functools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -20,10 +20,9 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from crystallite.errors import InvalidMatrix
 from crystallite.operators import block_kernels as kernels
-from crystallite.parallel import over_tasks
+from crystallite.parallel import as_team
 
 __all__ = [
-    "Activation",
     "Block",
     "Plan",
     "Stage",
@@ -40,16 +39,16 @@ __all__ = [
 ]
 
 Block = tuple[np.ndarray, np.ndarray]  # rows and columns
-Activation = Callable[[Tensor], Tensor]
-Piece = tuple[int, int, int, int, int]  # of a stage: stack, its rows from and to, its first column, its first row
 
 _CODES = {torch.float32: "<f4", torch.float64: "<f8", torch.int64: "<i8"}
 _KERNEL_DTYPES = (torch.float32, torch.float64)
 _FEW = 3  # samples up to which a row at a time is faster than a panel that is mostly empty
 _ROW_RATE, _LINE_RATE = 6e9, 35e9  # multiply-adds per second of one core, one sample at a time and in panels
-_PARTS = 4  # of the work for each thread: who is late does fewer of them
-_WORTH_A_THREAD = 250e-6  # seconds of work; handing some to another thread costs a third of that
+_PARTS = 4  # of a layer for each thread: who is late does fewer of them
+_WORTH_A_TEAM = 40e-6  # seconds of work; a team costs a fifth of that
 _STATE_BYTES = 1 << 20  # of a state that is worked on at a time
+_FEWEST_PANELS = 4  # that a thread takes through all layers: each reads all weights
+_LINE = 64  # bytes
 _NOWHERE = np.zeros(0, np.int64)
 
 
@@ -140,34 +139,15 @@ class Stage:
     weights: list[np.ndarray]  # (blocks, rows, columns) each
     bias: np.ndarray  # as the rows are written; empty: none
     columns: np.ndarray  # what the columns of the blocks read, block after block; empty: in order
-    relu: bool
-    _shares: dict[int, list[list[Piece]]] = field(default_factory=dict)
+    activation: str = "none"  # one of kernels.ACTIVATIONS, which follows
 
-    @cached_property
+    @property
     def rows(self) -> int:
         return sum(w.shape[0] * w.shape[1] for w in self.weights)
 
-    @cached_property
+    @property
     def macs(self) -> int:
         return sum(w.size for w in self.weights)
-
-    def shares(self, count: int) -> list[list[Piece]]:
-        """So many equal shares of the multiply-adds."""
-        if count not in self._shares:
-            shares: list[list[Piece]] = [[] for _ in range(count)]
-            before = row = column = 0
-            for i, weight in enumerate(self.weights):
-                blocks, height, depth = weight.shape
-                bounds = [(self.macs * t // count - before) // max(depth, 1) for t in range(count + 1)]
-                bounds = [min(max(bound, 0), blocks * height) for bound in bounds]
-                if depth == 0:  # dormant rows go to the first
-                    bounds[1:] = [blocks * height] * count
-                for share, (low, high) in zip(shares, pairwise(bounds), strict=True):
-                    if low < high:
-                        share.append((i, low, high, column, row))
-                before, row, column = before + weight.size, row + blocks * height, column + blocks * depth
-            self._shares[count] = shares  # whole, as another thread may look
-        return self._shares[count]
 
 
 class Plan:
@@ -176,16 +156,14 @@ class Plan:
     Making arrays of tensors takes longer than a product of small blocks, so it is done once. Copies of a module start
     without a plan.
 
-    Output j is row places[j] of the last stage, or zero where there is no such row, plus bias[j]. `activations` follow
-    the stages; None where there is nothing to do or the stage does it itself.
+    Output j is row places[j] of the last stage, or zero where there is no such row, plus bias[j].
     """
 
     def __init__(
         self, module: nn.Module | None = None, stages: Sequence[Stage] = (), places: np.ndarray = _NOWHERE,
-        bias: np.ndarray = _NOWHERE, outputs: int = 0, activations: Sequence[Activation | None] = (),
+        bias: np.ndarray = _NOWHERE, inputs: int = 0, outputs: int = 0,
     ) -> None:  # fmt: skip
-        self.stages, self.places, self.bias, self.outputs = stages, places, bias, outputs
-        self.activations = activations
+        self.outputs, self.n_stages = outputs, len(stages)
         parts = [] if module is None else list(module.modules())
         homes = [home for part in parts for home in (part._parameters, part._buffers)]
         self._tensors = [(home, name, t, t.data_ptr()) for home in homes for name, t in home.items() if t is not None]
@@ -196,7 +174,18 @@ class Plan:
         self.dtype = (
             next((t.dtype for _, _, t, _ in self._tensors if t.is_floating_point()), None) if self.macs else None
         )
-        self.width = max((stage.rows for stage in stages), default=0)
+        self.width = max([inputs, *(stage.rows for stage in stages)])
+        stage_table, stack_table = _tables(stages)
+        tables = [stage_table, stack_table, places, bias]
+        self._arrays = [*stages, *tables]  # stay alive
+        ends = [number for table in tables for number in (table.ctypes.data, len(table))]
+        self._arguments = np.array([*ends, outputs, inputs, self.width, *[0] * 7], np.int64)
+
+    def arguments(self, *more: int) -> np.ndarray:
+        """What `kernels.entry` asks for; `more` is what belongs to a call."""
+        arguments = self._arguments.copy()
+        arguments[11:] = more
+        return arguments
 
     def valid(self) -> bool:
         for tensors, name, tensor, place in self._tensors:
@@ -256,64 +245,43 @@ def joined(indices: Sequence[np.ndarray]) -> np.ndarray:
 
 def run(plan: Plan, x: Tensor) -> Tensor:
     """(…, features) → (…, outputs) through all stages."""
-    rows = array((x if x.dim() == 2 else as_rows(x)).contiguous())
-    y = np.empty((len(rows), plan.outputs), rows.dtype)
-    few = len(rows) <= _FEW
-    threads = torch.get_num_threads()
-    seconds = plan.macs * len(rows) / (_ROW_RATE if few else _LINE_RATE)
-    inside = threads if seconds > _WORTH_A_THREAD * len(plan.stages) else 1
-    width = 64 // rows.itemsize
-    panels = -(-len(rows) // width)
+    rows = (x if x.dim() == 2 else as_rows(x)).contiguous()
+    samples, width = len(rows), _LINE // rows.itemsize
+    y = rows.new_empty(samples, plan.outputs)
+    few, panels = samples <= _FEW, -(-samples // width)
+    seconds = plan.macs * samples / (_ROW_RATE if few else _LINE_RATE)
+    threads = torch.get_num_threads() if seconds > _WORTH_A_TEAM else 1
+    group = max(_FEWEST_PANELS, min(_STATE_BYTES // (_LINE * plan.width), -(-panels // (2 * threads))))
+    parts = 1 if threads == 1 else _PARTS * threads
     if few:
-        _run_rows(plan, rows, y, inside)
-    elif panels >= threads > 1 and seconds > _WORTH_A_THREAD and not any(plan.activations):
-        # panels never meet: each thread takes some of them through all stages, and then some more
-        parts = min(panels, _PARTS * threads)
-        bounds = [panels * i // parts * width for i in range(parts + 1)]
-        slices = [slice(low, high) for low, high in pairwise(bounds)]
-        over_tasks(threads, slices, lambda some: _run_panels(plan, rows[some], y[some], 1))
+        group, scratch = 0, rows.new_empty(2 * samples * plan.width)
+    elif panels >= group * threads:  # enough for all
+        parts, scratch = 0, rows.new_empty(0)
     else:
-        _run_panels(plan, rows, y, inside)
-    made = torch.from_numpy(y)
-    return made if x.dim() == 2 else made.view(*x.shape[:-1], plan.outputs)
+        scratch = rows.new_empty(2 * panels * width * plan.width)
+    counters = np.zeros(2 * plan.n_stages + 4, np.int64)
+    addresses = (y.data_ptr(), scratch.data_ptr(), counters.ctypes.data)
+    arguments = plan.arguments(rows.data_ptr(), samples, *addresses, parts, group)
+    as_team(threads, _entry(rows.dtype), arguments.ctypes.data)
+    return y if x.dim() == 2 else y.view(*x.shape[:-1], plan.outputs)
 
 
-def _run_rows(plan: Plan, state: np.ndarray, y: np.ndarray, threads: int) -> None:
-    for i, stage in enumerate(plan.stages):
-        out = np.empty((len(state), stage.rows), state.dtype)
-        _products(kernels.row_products, stage, state, out, threads)
-        state = _activated(plan, out, i)
-    kernels.take_rows(state, plan.places, plan.bias, y)
+@functools.cache
+def _entry(dtype: torch.dtype) -> Any:
+    return kernels.entry({torch.float32: np.float32, torch.float64: np.float64}[dtype])
 
 
-def _run_panels(plan: Plan, rows: np.ndarray, y: np.ndarray, threads: int) -> None:
-    """Some panels at a time, so that their state stays in the cache."""
-    width = 64 // rows.itemsize
-    panels = -(-len(rows) // width)
-    step = min(panels, max(4, _STATE_BYTES // (64 * max(plan.width, rows.shape[1]))))
-    for start in range(0, panels, step):
-        count = min(step, panels - start)
-        samples = slice(start * width, (start + count) * width)
-        state = np.empty((count, rows.shape[1], width), rows.dtype)
-        kernels.to_panels(rows[samples], state)
-        for i, stage in enumerate(plan.stages):
-            out = np.empty((count, stage.rows, width), rows.dtype)
-            _products(kernels.panel_products, stage, state, out, threads)
-            state = _activated(plan, out, i)
-        kernels.from_panels(state, plan.places, plan.bias, y[samples])
-
-
-def _products(kernel: Any, stage: Stage, state: np.ndarray, out: np.ndarray, threads: int) -> None:
-    def work(pieces: list[Piece]) -> None:
-        for stack, low, high, column, row in pieces:
-            kernel(stage.weights[stack], low, high, stage.bias, stage.relu, state, stage.columns, column, out, row)
-
-    if threads == 1:
-        work(stage.shares(1)[0])
-    else:
-        over_tasks(threads, stage.shares(_PARTS * threads), work)
-
-
-def _activated(plan: Plan, state: np.ndarray, i: int) -> np.ndarray:
-    activation = plan.activations[i] if i < len(plan.activations) else None
-    return state if activation is None else array(activation(torch.from_numpy(state)).contiguous())
+def _tables(stages: Sequence[Stage]) -> tuple[np.ndarray, np.ndarray]:
+    """The stages, and their stacks, as the kernels read them."""
+    stage_rows: list[tuple[int, ...]] = []
+    stack_rows: list[tuple[int, ...]] = []
+    for stage in stages:
+        first, row, column = len(stack_rows), 0, 0
+        for weight in stage.weights:
+            blocks, height, depth = weight.shape
+            stack_rows.append((weight.ctypes.data, blocks, height, depth, column, row))
+            row, column = row + blocks * height, column + blocks * depth
+        bias, columns, code = stage.bias, stage.columns, kernels.ACTIVATIONS.index(stage.activation)
+        ends = (bias.ctypes.data, len(bias), columns.ctypes.data, len(columns), code, stage.rows, stage.macs)
+        stage_rows.append((first, len(stack_rows), *ends))
+    return np.array(stage_rows, np.int64).reshape(-1, 9), np.array(stack_rows, np.int64).reshape(-1, 6)

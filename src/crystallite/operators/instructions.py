@@ -1,4 +1,4 @@
-"""Things numba does not make of Python: sums kept in registers, and sigmoid and tanh by the vector.
+"""Things numba does not make of Python: sums kept in registers, lines copied and transposed.
 
 All are written as LLVM instructions, which LLVM lowers to whatever the processor has: AVX, NEON, …
 """
@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.core.errors import TypingError
 from numba.extending import intrinsic
 
-__all__ = ["PANEL", "copy_line", "dot_rows", "line_product", "sigmoid", "tanh", "tile_product", "transpose_tile"]
+__all__ = ["PANEL", "copy_line", "dot_rows", "line_product", "tile_product", "transpose_tile"]
 
 PANEL = 16
 """Weights lie in panels, (panels, depth, 16): 16 neighbouring outputs fill a cache line, a panel is read in order."""
@@ -283,71 +282,3 @@ def transpose_tile(_typing: Any, source: Any, start: Any, stride: Any, target: A
         return context.get_dummy_value()
 
     return signature, generate
-
-
-class _Real:
-    """Arithmetic on one float32 or float64 number whose constants have its own type."""
-
-    def __init__(self, context: Any, builder: Any, dtype: Any):
-        self.builder, self.type = builder, context.get_value_type(dtype)
-        self.single = dtype.bitwidth == 32
-        self.whole = ir.IntType(dtype.bitwidth)
-
-    def constant(self, value: float) -> Any:
-        return ir.Constant(self.type, float(np.float32(value)) if self.single else float(value))
-
-    def multiply_add(self, a: Any, b: Any, c: Any) -> Any:
-        return self.builder.fadd(self.builder.fmul(a, b, flags=_FUSED), c, flags=_FUSED)
-
-    def bounded(self, x: Any, bound: float) -> Any:
-        """x within ±bound; NaN stays, as every comparison with it fails."""
-        low, high = self.constant(-bound), self.constant(bound)
-        x = self.builder.select(self.builder.fcmp_ordered(">", x, high), high, x)
-        return self.builder.select(self.builder.fcmp_ordered("<", x, low), low, x)
-
-    def exponential(self, x: Any) -> tuple[Any, Any]:
-        """(p, 2ⁿ) with eˣ = 2ⁿ·(p + 1), by x = n·ln 2 + r, |r| ≤ ln 2 / 2, and the Taylor series of p = eʳ − 1.
-
-        eˣ within 2 units in the last place; p keeps its relative precision near 0.
-        """
-        builder = self.builder
-        mantissa, bias, bound, terms = (23, 127, 87.0, 7) if self.single else (52, 1023, 708.0, 13)
-        high = 0.693359375 if self.single else 0.6931471803691238  # ln 2 with so few digits that n·high is exact
-        low = float(np.log(np.longdouble(2)) - np.longdouble(high))
-        x = self.bounded(x, bound)
-        shift = self.constant(1.5 * 2.0**mantissa)  # adding it rounds to a whole number, which fills the lowest bits
-        shifted = self.multiply_add(x, self.constant(1 / np.log(2)), shift)
-        n = builder.fsub(shifted, shift)
-        r = self.multiply_add(n, self.constant(-low), self.multiply_add(n, self.constant(-high), x))
-        p = self.constant(0)
-        for factorial in np.cumprod(np.arange(1.0, terms + 1))[::-1]:
-            p = self.multiply_add(p, r, self.constant(1 / factorial))
-        exponent = builder.add(builder.bitcast(shifted, self.whole), ir.Constant(self.whole, bias))
-        power = builder.bitcast(builder.shl(exponent, ir.Constant(self.whole, mantissa)), self.type)
-        return builder.fmul(p, r), power
-
-
-@intrinsic
-def sigmoid(_typing: Any, x: Any) -> Any:
-    """1 / (1 + e⁻ˣ), in the precision of x."""
-
-    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        real = _Real(context, builder, sig.args[0])
-        p, power = real.exponential(builder.fneg(args[0]))
-        exponential, one = real.multiply_add(p, power, power), real.constant(1)
-        return builder.fdiv(one, builder.fadd(one, exponential))
-
-    return x(x), generate
-
-
-@intrinsic
-def tanh(_typing: Any, x: Any) -> Any:
-    """(e²ˣ − 1) / (e²ˣ + 1), in the precision of x."""
-
-    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        real = _Real(context, builder, sig.args[0])
-        p, power = real.exponential(builder.fadd(args[0], args[0]))
-        less_one = real.multiply_add(p, power, builder.fsub(power, real.constant(1)))
-        return builder.fdiv(less_one, builder.fadd(less_one, real.constant(2)))
-
-    return x(x), generate

@@ -133,8 +133,9 @@ class BlockLinear(Blocks):
     def _planned(self, x: Tensor) -> Plan:
         self._plan = Plan()
         if can_plan(self, x):
-            stage = Stage([array(w) for w in self.weights], array(None, self.empty), array(self.columns), relu=False)
-            self._plan = Plan(self, [stage], array(self.outputs), array(self.bias, self.empty), self.out_features)
+            stage = Stage([array(w) for w in self.weights], array(None, self.empty), array(self.columns))
+            ends = array(self.outputs), array(self.bias, self.empty), self.in_features, self.out_features
+            self._plan = Plan(self, [stage], *ends)
         return self._plan
 
     @property

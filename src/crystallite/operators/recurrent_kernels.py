@@ -11,7 +11,8 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from crystallite.operators.instructions import sigmoid, tanh, tile_product
+from crystallite.operators.functions import sigmoid, tanh
+from crystallite.operators.instructions import tile_product
 from crystallite.parallel import compiled
 
 __all__ = ["GRU", "LSTM", "RNN_RELU", "RNN_TANH", "add_product", "pack", "run_blocks"]
