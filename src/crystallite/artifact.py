@@ -32,7 +32,10 @@ from crystallite.reorganization.record import Reorganization
 from crystallite.weights.checkpoint import Checkpoint, open_checkpoint
 from crystallite.weights.stored import SourceFile, load_json
 
-__all__ = ["LoadedBlock", "attach_verdict", "load", "load_block", "read_manifest", "save", "source_sha256"]
+__all__ = [
+    "LoadedBlock", "attach_verdict", "check_weights", "load", "load_block", "load_mapped", "read_manifest", "save",
+    "source_sha256", "without_weights",
+]  # fmt: skip
 
 VERSION = 3
 _WEIGHTS, _MANIFEST = "model.safetensors", "manifest.json"
@@ -66,13 +69,13 @@ def save(
     target = Path(path)
     if target.exists():
         raise InvalidOption(f"{target}: exists already; choose another name or remove it")
-    if not any(type(module) in OPERATORS.values() for module in model.modules()):
+    record = getattr(model, "reorganization", Reorganization([]))
+    if not record.fitted and not any(type(module) in OPERATORS.values() for module in model.modules()):
         raise InvalidOption("this model holds no reorganized layer; save it with safetensors or torch instead")
     modules = describe_parts(model)
     for name, description in modules.items():
         if " " in description["type"]:
             raise InvalidOption(f"{name}: {description['type']}, which could not be loaded again")
-    record = getattr(model, "reorganization", Reorganization([]))
     state = model.state_dict()
     ties = _ties(state)
     tensors = {name: _alone(value) for name, value in state.items() if name not in ties}
@@ -112,21 +115,51 @@ def load(path: str | os.PathLike[str], into: nn.Module | None = None) -> nn.Modu
     modules and weights that were saved. Nothing of the original's weights is copied, but buffers that no state dict
     holds are its own. Parameters are frozen as they were.
     """
+    check_weights(path)
+    return _opened(Path(path), into, mapped=False)
+
+
+def load_mapped(path: str | os.PathLike[str], into: nn.Module | None = None) -> nn.Module:
+    """The model that `save` wrote, its weights left in the file: what is not used is not read.
+
+    The hash of the weights, for which all of them would be read, is not compared; see `check_weights`. The file must
+    not be written to while the model is used.
+    """
+    return _opened(Path(path), into, mapped=True)
+
+
+def check_weights(path: str | os.PathLike[str]) -> str:
+    """The hash of a saved model's weights, compared with the one that the manifest names."""
     folder = Path(path)
-    manifest = read_manifest(folder)
-    if _sha256(folder / _WEIGHTS) != manifest["weights_sha256"]:
+    named, found = read_manifest(folder)["weights_sha256"], _sha256(folder / _WEIGHTS)
+    if found != named:
         raise CheckpointError(f"{folder / _WEIGHTS}: its contents are not those the manifest was written for")
+    return found
+
+
+def without_weights(model: nn.Module) -> nn.Module:
+    """A copy whose weights have shapes and no numbers, to be loaded `into`; buffers of no state dict are copied.
+
+    >>> without_weights(nn.Linear(2, 3)).weight
+    Parameter containing:
+    tensor(..., device='meta', size=(3, 2), requires_grad=True)
+    """
+    held = {id(value): _on_meta(value) for value in model.state_dict(keep_vars=True).values()}
+    return copy.deepcopy(model, held)
+
+
+def _opened(folder: Path, into: nn.Module | None, mapped: bool) -> nn.Module:
+    manifest = read_manifest(folder)
     if "" in manifest["modules"]:
         model = build(manifest["modules"][""], folder / _MANIFEST)
     elif into is None:
         raise InvalidOption(f"{folder}: this model has code of its own; pass into= an instance of the original")
     else:
-        held = {id(value): _on_meta(value) for value in into.state_dict(keep_vars=True).values()}
-        model = copy.deepcopy(into, held)
+        model = without_weights(into)
         replace(model, manifest["modules"], folder / _MANIFEST)
     record = Reorganization.from_plain(manifest["reorganization"], folder / _MANIFEST)
     with open_checkpoint(folder / _WEIGHTS) as checkpoint:
-        _fill(model, folder, manifest["tied"], checkpoint)
+        _fill(model, folder, manifest["tied"], checkpoint, mapped)
     check_indices(model, folder)
     for name, value in model.named_parameters():
         value.requires_grad_(value.is_floating_point() and name not in manifest["frozen"])
@@ -224,9 +257,7 @@ def attach_verdict(path: str | os.PathLike[str], verdict: dict[str, Any]) -> Non
     """
     folder = Path(path)
     manifest = read_manifest(folder)
-    found = _sha256(folder / _WEIGHTS)
-    if found != manifest["weights_sha256"]:
-        raise CheckpointError(f"{folder / _WEIGHTS}: its contents are not those the manifest was written for")
+    found = check_weights(folder)
     _write_manifest(folder, manifest | {"verdict": verdict | {"weights_sha256": found}})
 
 
@@ -318,7 +349,7 @@ def _tensor(checkpoint: Checkpoint, name: str) -> Tensor:
     return torch.as_tensor(checkpoint.read(name))
 
 
-def _fill(model: nn.Module, folder: Path, tied: dict[str, Any], checkpoint: Checkpoint) -> None:
+def _fill(model: nn.Module, folder: Path, tied: dict[str, Any], checkpoint: Checkpoint, mapped: bool) -> None:
     """Give the model its weights after checking that every one is there, in its size and kind, and nothing else."""
     expected = {name: (tuple(v.shape), v.is_floating_point()) for name, v in model.state_dict().items()}
     stored = {name: (info.shape, "float" in info.dtype) for name, info in checkpoint.tensors.items()}
@@ -330,7 +361,9 @@ def _fill(model: nn.Module, folder: Path, tied: dict[str, Any], checkpoint: Chec
         wrong = min(set(stored.items()) ^ set(expected.items()))[0]
         came, wanted = (_size(sizes.get(wrong)) for sizes in (stored, expected))
         raise CheckpointError(f"{folder}: tensor {wrong!r:.80}: expected {wanted}, got {came}")
-    tensors = {name: _tensor(checkpoint, name).clone() for name in stored if name not in tied}
+    tensors = {name: _tensor(checkpoint, name) for name in stored if name not in tied}
+    if not mapped:
+        tensors = {name: value.clone() for name, value in tensors.items()}
     model.load_state_dict(tensors | {name: tensors[first] for name, first in tied.items()}, assign=True)
     for name, first in tied.items():  # one parameter in two places, not two that share memory
         parent, _, place = name.rpartition(".")

@@ -86,14 +86,19 @@ def test_answers(url, model, x):
 
 
 def test_answers_do_not_wait_for_acknowledgements(url, x):
-    connection, times = http.client.HTTPConnection(urlsplit(url).netloc, timeout=60), []
-    for _ in range(9):
-        started = time.perf_counter()
-        connection.request("POST", "/v2/models/small/infer", request(x))
-        assert connection.getresponse().read()
-        times.append(time.perf_counter() - started)
+    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=60)
+
+    def median():
+        times = []
+        for _ in range(9):
+            started = time.perf_counter()
+            connection.request("POST", "/v2/models/small/infer", request(x))
+            assert connection.getresponse().read()
+            times.append(time.perf_counter() - started)
+        return sorted(times)[4]
+
+    assert any(median() < 0.035 for _ in range(20))  # Nagle's algorithm would make it 40 ms every time
     connection.close()
-    assert sorted(times)[4] < 0.035  # Nagle's algorithm would make it 40 ms
 
 
 @pytest.mark.parametrize(
@@ -137,6 +142,22 @@ def test_bad_requests(url, body, headers, status, message):
 def test_headers_that_are_too_large(url):
     with suppress(ConnectionError):  # the rest of them is not read, so the answer may be lost on its way
         assert call(url, "/v2", headers={"X": "x" * 200_000})[0] in (400, 431)
+
+
+@pytest.mark.parametrize("start", [b"GET /", b"GET / HTTP/1.1\r\nX: ", b"GET / HTTP/1.1\r\n"])
+@pytest.mark.usefixtures("alive")
+def test_headers_without_an_end(url, start):
+    chunk = b"X: x\r\n" * 1000 if start.endswith(b"\n") else b"x" * 6000
+    sent = 0
+    with socket.create_connection((urlsplit(url).hostname, urlsplit(url).port), timeout=30) as connection:
+        with suppress(ConnectionError):
+            connection.sendall(start)
+            while sent < 50_000_000:
+                connection.sendall(chunk)
+                sent += len(chunk)
+        with suppress(ConnectionError):  # what was said may be lost, as the server does not read on
+            assert connection.recv(4096)[9:12] in (b"431", b"")
+    assert sent < 50_000_000
 
 
 @pytest.mark.parametrize(
@@ -319,3 +340,5 @@ def test_metrics(url, x):
     assert 'crystallite_batch_samples_bucket{model="small",le="8"}' in text
     for piece in range(4):
         assert f'crystallite_piece_seconds_count{{model="small",piece="1.{piece}"}}' in text
+        assert f'crystallite_replicas{{model="small",piece="1.{piece}"}} 1' in text
+    assert 'crystallite_queue_seconds_count{model="small"}' in text

@@ -188,3 +188,21 @@ def test_limits_that_make_no_sense(limits):
 
     with pytest.raises(InvalidOption, match=next(iter(limits))):
         Limits(**limits)
+
+
+@scenario
+async def test_several_batches_at_once_where_the_engine_has_room():
+    work = Work(gated=True)
+    queue = Batcher("small", work.run, Limits(max_batch=8), Metrics(), batches=2)
+    asked = []
+    for i in range(5):
+        asked.append(asyncio.create_task(queue.infer(rows(i))))
+        await asyncio.sleep(0.01)
+    assert work.batches == [1, 1]
+    assert queue.waiting == 3
+    work.gate.set()
+    for i, answer in enumerate(asked):
+        assert torch.equal(await answer, rows(i + 1))
+    assert work.batches == [1, 1, 3]
+    assert torch.equal(await queue.infer(rows(7)), rows(8))  # both workers were done, and one comes back
+    await queue.close()

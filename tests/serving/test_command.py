@@ -100,6 +100,24 @@ def test_sighup_brings_a_new_version_or_keeps_the_old(tmp_path, x):
         assert process.wait(60) == 0
 
 
+def test_two_ports_and_a_log(folder, model, x):
+    grpc = pytest.importorskip("grpc", reason="needs grpcio")
+    from tests.serving import test_grpc
+
+    with served(folder, "--grpc-port", 0, "--log", "json") as (process, url):
+        target = process.stdout.readline().strip().removeprefix("grpc://")
+        assert_close(answer(infer(url, x, id="first")[2]), model(x).detach())
+        with grpc.insecure_channel(target) as channel:
+            assert test_grpc.infer(channel, test_grpc.request(x, "small", id="second"))[0] == grpc.StatusCode.OK
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+        lines = [json.loads(line) for line in process.stderr]
+    assert [(line["protocol"], line["status"], line["request_id"]) for line in lines] == [
+        ("http", 200, "first"),
+        ("grpc", 200, "second"),
+    ]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -107,6 +125,8 @@ def test_sighup_brings_a_new_version_or_keeps_the_old(tmp_path, x):
         (["--max-batch", 0], "max_batch"),
         (["--batch", 0], "batch"),
         (["--original", "no such"], "package.module:factory"),
+        (["--tls-cert", "server.pem"], "both or neither"),
+        (["--tls-cert", "no.pem", "--tls-key", "no.key"], "expected a certificate"),
     ],
 )
 def test_bad_options(folder, arguments, message):

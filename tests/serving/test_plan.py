@@ -84,3 +84,28 @@ def test_larger_batches_are_worth_more_services():
 def test_a_batch_holds_samples(folder):
     with pytest.raises(cx.InvalidOption, match="batch"):
         plan(folder, batch=0)
+
+
+def test_replicas_are_in_proportion_to_load():
+    torch.manual_seed(0)
+    model = nn.Sequential(block_linear(64, 64, 2, 1), nn.LayerNorm(64), block_linear(64, 256, 2, 2)).eval()
+    for workers in (1, 2, 8, 40):
+        pieces = arrange(small(model), 1, APART, workers)[0].pieces
+        total = sum(piece.seconds for piece in pieces)
+        for piece in pieces:
+            share = workers * piece.seconds / total
+            assert max(1, share - 1e-6) <= piece.most < share + 1
+            assert piece.least == min(2, piece.most)  # one may die where there is enough to do for two
+        assert workers <= sum(piece.most for piece in pieces) < workers + len(pieces)
+    assert {piece.most for piece in arrange(small(model), 1, APART, 1)[0].pieces} == {1}
+
+
+def test_replicas_are_shown(folder):
+    assert "for 40 workers" in repr(plan(folder, machine=APART, workers=40))
+    assert "  2–10  " in repr(plan(folder, machine=APART, workers=40))
+    assert plan(folder, machine=APART, workers=40).to_json()["stages"][1]["pieces"][0]["most"] == 10
+
+
+def test_a_tier_has_workers(folder):
+    with pytest.raises(cx.InvalidOption, match="workers"):
+        plan(folder, workers=0)

@@ -1,5 +1,6 @@
 """Services in process: the same answers as the model, many callers at once, verdicts, new versions."""
 
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -212,3 +213,14 @@ def test_a_version_that_may_not_be_served_changes_nothing(tmp_path):
                 service.reload("current")
             assert_close(service.infer(x), model(x).detach())
         assert 'outcome="refused"} 2' in service.metrics.text({})
+
+
+def test_engines(folder):
+    with pytest.raises(cx.InvalidOption, match="expected local or ray, got 'dask'"):
+        Service.load(folder, engine="dask")
+
+
+def test_ray_is_asked_for_by_name(folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)  # as if it were not installed
+    with pytest.raises(cx.InvalidOption, match=r"crystallite\[ray\]"):
+        Service.load(folder, engine="ray")

@@ -1,36 +1,39 @@
 """The transform tier against engines that fail."""
 
 import asyncio
-import threading
-from concurrent.futures import Future
+import re
+import time
 
 import pytest
 import torch
 
-from crystallite.serving import Refusal
-from crystallite.serving.engine import LocalEngine
+from crystallite.serving import Limits, Refusal
+from crystallite.serving.engine import LocalEngine, Unreachable
 from crystallite.serving.metrics import Metrics
 from crystallite.serving.plan import arrange
 from crystallite.serving.transform import Transform
 from tests.operators.tolerance import assert_close
 from tests.serving.artifacts import APART, network, small
 
+LIMITS = Limits(attempts=3)
+FAILED, LOST = ConnectionError("replica died"), Unreachable("no replica")
+
 
 class Flaky:
     """An engine that loses some calls of some pieces."""
 
-    def __init__(self, network, losses):
-        self.engine, self.losses, self.finished = LocalEngine(network.modules), dict(losses), []
+    def __init__(self, network, losses, error):
+        self.engine, self.losses, self.error = LocalEngine(network.modules), dict(losses), error
+        self.calls, self.finished = [], []
 
-    def submit(self, piece, x):
+    async def run(self, piece, x):
+        self.calls.append(piece)
         if self.losses.get(piece, 0):
             self.losses[piece] -= 1
-            lost = Future()
-            lost.set_exception(ConnectionError("replica died"))
-            return lost
-        future = self.engine.submit(piece, x)
-        future.add_done_callback(lambda _: self.finished.append(piece))
-        return future
+            raise self.error
+        y = await self.engine.run(piece, x)
+        self.finished.append(piece)
+        return y
 
 
 @pytest.fixture(scope="module")
@@ -39,13 +42,19 @@ def cut():
     return model, arrange(small(model), 1, APART)[1]
 
 
-def run(cut, losses, x):
-    engine, metrics = Flaky(cut, losses), Metrics()
-    try:
-        return asyncio.run(Transform("small", cut, engine, 3, metrics).run(x)), metrics
-    finally:
-        engine.engine.close()
-        assert threading.active_count() < 50
+def run(cut, losses, x, error=FAILED, limits=LIMITS):
+    metrics = Metrics()
+
+    async def scenario():
+        engine = Flaky(cut, losses, error)
+        try:
+            return await Transform("small", cut, engine, limits, metrics).run(x), metrics, engine
+        except Refusal as refusal:
+            return refusal, metrics, engine
+        finally:
+            await engine.engine.close()
+
+    return asyncio.run(scenario())
 
 
 def test_pieces_together_are_the_model(cut, x):
@@ -53,22 +62,33 @@ def test_pieces_together_are_the_model(cut, x):
     assert_close(run(network, {}, x)[0], model(x).detach())
 
 
-def test_lost_calls_are_repeated(cut, x):
+@pytest.mark.parametrize("error", [FAILED, LOST])
+def test_lost_calls_are_repeated(cut, x, error):
     model, network = cut
-    y, metrics = run(network, {"1.0": 2, "1.3": 1}, x)
+    y, metrics, _ = run(network, {"1.0": 2, "1.3": 1}, x, error)
     assert_close(y, model(x).detach())
     assert 'crystallite_retries_total{model="small",piece="1.0"} 2' in metrics.text({})
 
 
 def test_a_piece_that_stays_lost_is_named_and_the_others_are_not_left_running(cut, x):
-    _, network = cut
-    engine = Flaky(network, {"1.2": 99})
-    with pytest.raises(Refusal, match=r"piece 1\.2 of small failed 3 times.*replica died") as caught:
-        asyncio.run(Transform("small", network, engine, 3, Metrics()).run(x))
-    assert caught.value.status == 503
-    assert caught.value.retry_after
+    refusal, _, engine = run(cut[1], {"1.2": 99}, x)
+    assert re.match(r"piece 1\.2 of small failed 3 times.*replica died", str(refusal))
+    assert refusal.status == 503
+    assert refusal.retry_after
     assert sorted(engine.finished) == ["1.0", "1.1", "1.3"]
-    engine.engine.close()
+
+
+def test_a_piece_that_cannot_be_reached_is_asked_for_as_long_as_callers_wait(cut, x):
+    model, network = cut
+    y, _, engine = run(network, {"1.1": 6}, x, LOST)
+    assert_close(y, model(x).detach())
+    assert engine.calls.count("1.1") == 7  # more than the attempts that a piece has which fails
+    started = time.monotonic()
+    refusal, _, engine = run(network, {"1.1": 10**6}, x, LOST, Limits(timeout=0.5))
+    assert time.monotonic() - started < 20
+    assert refusal.status == 503
+    assert "no replica" in str(refusal)
+    assert 3 < engine.calls.count("1.1") < 20  # with pauses that grow
 
 
 def test_threads_of_the_process_stay_as_they_were(cut, x):

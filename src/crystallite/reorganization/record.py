@@ -48,6 +48,11 @@ class Reorganization:
     folds: list[Fold] = field(default_factory=list)
     options: dict[str, Any] = field(default_factory=dict)  # plain values: level, null, rule, …
 
+    @property
+    def fitted(self) -> bool:
+        """Whether layers were fitted to data: then nothing says what they were."""
+        return self.options.get("method") == "fitted"
+
     def to_plain(self) -> dict[str, Any]:
         """The record as JSON values.
 

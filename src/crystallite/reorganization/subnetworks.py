@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 from crystallite.errors import InvalidOption
 from crystallite.operators.chain import BlockChain
+from crystallite.operators.chain_layer import ChainLayer
 from crystallite.operators.feedforward import BlockFeedForward
 from crystallite.operators.linear import BlockLinear
 
-__all__ = ["Subnetworks", "subnetworks"]
+__all__ = ["Subnetworks", "as_chain", "subnetworks"]
 
 
 class Subnetworks(nn.Module):
@@ -83,7 +84,7 @@ def subnetworks(model: nn.Module) -> Subnetworks:
             f"without weights; here {len(with_weights)} modules of {type(model).__name__} hold weights"
         )
     place = with_weights[0]
-    chain = _as_chain(modules[place])
+    chain = as_chain(modules[place])
     found = chain.subnetworks()
     if len(found) < 2:
         raise InvalidOption("this model does not separate end to end: all its outputs depend on each other's inputs")
@@ -94,11 +95,20 @@ def subnetworks(model: nn.Module) -> Subnetworks:
     return Subnetworks([copy.deepcopy(part) for part in parts], inputs, outputs, idle, before, after)
 
 
-def _as_chain(operator: nn.Module) -> BlockChain:
+def as_chain(operator: nn.Module) -> BlockChain:
+    """A block operator that may be cut into subnetworks, as a chain; blocks of one layer are shared, not copied."""
     if isinstance(operator, BlockChain):
         return operator
     if isinstance(operator, BlockLinear):
-        return BlockChain.from_dense([operator.to_dense()], [])
+        if operator.columns is not None and len(operator.columns.unique()) < len(operator.columns):
+            return BlockChain.from_dense([operator.to_dense()], [])  # blocks that read the same inputs are one
+        bias, outputs = None if operator.bias is None else operator.bias.detach(), None
+        if operator.outputs is not None:
+            rows = torch.argsort(operator.outputs, stable=True)  # dormant ones last
+            bias, outputs = None if bias is None else bias[rows], torch.argsort(rows)
+        sizes = operator.in_features, operator.out_features
+        layer = ChainLayer(*sizes, list(operator.weights), operator.columns, None, bias, operator.empty.dtype)
+        return BlockChain([layer], [], outputs)
     assert isinstance(operator, BlockFeedForward)
     pair = operator.to_dense()
     if pair.gate is not None:

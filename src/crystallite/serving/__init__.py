@@ -5,7 +5,11 @@ from crystallite.serving.limits import Limits
 from crystallite.serving.listening import Listener
 from crystallite.serving.machine import Machine
 from crystallite.serving.plan import Plan, plan
+from crystallite.serving.ray_engine import Scaling
+from crystallite.serving.ray_service import RayService
 from crystallite.serving.refusal import Refusal
 from crystallite.serving.service import Service
 
-__all__ = ["Engine", "Limits", "Listener", "Machine", "Plan", "Refusal", "Service", "plan"]
+__all__ = [
+    "Engine", "Limits", "Listener", "Machine", "Plan", "RayService", "Refusal", "Scaling", "Service", "plan",
+]  # fmt: skip

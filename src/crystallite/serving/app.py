@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import json
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from starlette.applications import Starlette
@@ -16,10 +14,13 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from crystallite.errors import CrystalliteError
+from crystallite.serving.door import Door
+from crystallite.serving.limits import MOST_HEADER_BYTES
+from crystallite.serving.logs import Entry, current
 from crystallite.serving.model import ServedModel
-from crystallite.serving.protocol import HEADER_LENGTH, decode, describe, encode
-from crystallite.serving.refusal import Refusal
+from crystallite.serving.openapi import document
+from crystallite.serving.protocol import HEADER_LENGTH, SERVER, decode, describe, encode
+from crystallite.serving.refusal import CLIENT_LEFT, Refusal
 from crystallite.serving.service import Service
 
 __all__ = ["application"]
@@ -27,59 +28,62 @@ __all__ = ["application"]
 Handler = Callable[[Request], Awaitable[Response]]
 _OPEN = ("/v2/health/live", "/v2/health/ready")  # what a supervisor asks before it has a token
 _LINGER_BYTES, _LINGER_SECONDS = 1 << 20, 1.0
-_CLIENT_LEFT = 499  # nginx's code, for the metrics: nobody is there to read it
 
 
 def application(service: Service, token: str | None = None) -> Starlette:
     """The service as an ASGI application; with a token, requests must carry it as `Authorization: Bearer …`."""
     handlers = _Handlers(service, token)
-    routes = [
+    routes: list[tuple[str, str, Handler]] = []
+    for base in ("/v2/models/{model}", "/v2/models/{model}/versions/{version}"):  # first what is asked most
+        routes.append((f"{base}/infer", "POST", handlers.infer))
+        routes.append((f"{base}/ready", "GET", handlers.ready))
+        routes.append((base, "GET", handlers.metadata))
+    routes += [
         ("/v2/health/live", "GET", handlers.live),
         ("/v2/health/ready", "GET", handlers.live),  # models are loaded before the port is opened
         ("/v2", "GET", handlers.server),
         ("/v2/repository/index", "POST", handlers.index),
         ("/v2/repository/models/{model}/load", "POST", handlers.load),
         ("/metrics", "GET", handlers.metrics),
+        ("/openapi.json", "GET", handlers.openapi),
     ]
-    for base in ("/v2/models/{model}", "/v2/models/{model}/versions/{version}"):
-        routes.append((base, "GET", handlers.metadata))
-        routes.append((f"{base}/ready", "GET", handlers.ready))
-        routes.append((f"{base}/infer", "POST", handlers.infer))
     guarded = [Route(path, handlers.guard(handler), methods=[method]) for path, method, handler in routes]
     return Starlette(routes=guarded, exception_handlers={HTTPException: _not_found})
 
 
 class _Handlers:
     def __init__(self, service: Service, token: str | None) -> None:
-        self._service, self._token = service, token
+        self._service, self._door = service, Door(service, token)
 
     def guard(self, handler: Handler) -> Handler:
-        """The handler behind the token, with refusals as JSON."""
+        """The handler behind the token, with refusals as JSON, and with what came in the log."""
+        call = handler.__name__
 
         async def guarded(request: Request) -> Response:
+            headers = request.headers
+            entry = Entry("http", call, headers.get("x-request-id"), headers.get("traceparent"))
             try:
-                self._authorize(request)
-                return await handler(request)
+                with self._door.recorded(entry):
+                    _check_headers(request)
+                    if request.scope["path"] not in _OPEN:
+                        self._door.authorize(headers.get("authorization"))
+                    response = await handler(request)
+                    entry.status = response.status_code
             except Refusal as refusal:
-                return _refused(refusal)
-            except CrystalliteError as error:
-                return _refused(Refusal(409, str(error)))
+                response = _refused(refusal)
+            response.headers["x-request-id"] = entry.request_id
+            return response
 
         return guarded
-
-    def _authorize(self, request: Request) -> None:
-        if self._token is None or request.url.path in _OPEN:
-            return
-        given = request.headers.get("authorization", "")
-        if not hmac.compare_digest(given.encode(), f"Bearer {self._token}".encode()):
-            raise Refusal(401, "expected the service's token: Authorization: Bearer …")
 
     async def live(self, _request: Request) -> Response:
         return Response()
 
     async def server(self, _request: Request) -> Response:
-        extensions = ["binary_tensor_data", "model_repository"]
-        return JSONResponse({"name": "crystallite", "version": "2", "extensions": extensions})
+        return JSONResponse({**SERVER, "extensions": ["binary_tensor_data", "model_repository"]})
+
+    async def openapi(self, _request: Request) -> Response:
+        return JSONResponse(document(self._service.models, self._door.has_token))
 
     async def metadata(self, request: Request) -> Response:
         model = self._model(request)
@@ -98,39 +102,29 @@ class _Handlers:
         return JSONResponse({"name": model.name, "version": model.version})
 
     async def metrics(self, _request: Request) -> Response:
-        queues = {name: model.batcher.waiting for name, model in self._service.models.items()}
-        return PlainTextResponse(self._service.metrics.text(queues), media_type="text/plain; version=0.0.4")
+        models = self._service.models
+        queues = {name: model.batcher.waiting for name, model in models.items()}
+        replicas = {
+            (name, piece): count
+            for name, model in models.items()
+            for piece, count in (await model.engine.replicas()).items()
+        }
+        return PlainTextResponse(self._service.metrics.text(queues, replicas), media_type="text/plain; version=0.0.4")
 
     async def infer(self, request: Request) -> Response:
-        model, started, status = self._model(request), time.perf_counter(), 500
-        try:
-            response = await self._answer(request, model)
-            status = response.status_code
-            return response
-        except Refusal as refusal:
-            status = refusal.status
-            raise
-        finally:
-            labels = {"model": model.name, "status": str(status)}
-            self._service.metrics.count("crystallite_requests_total", **labels)
-            elapsed = time.perf_counter() - started
-            self._service.metrics.observe("crystallite_request_seconds", elapsed, model=model.name)
-
-    async def _answer(self, request: Request, model: ServedModel) -> Response:
+        model, entry = self._model(request), current.get()
+        assert entry is not None
+        entry.model, entry.version = model.name, model.version
         if request.headers.get("content-encoding", "identity") != "identity":
             raise Refusal(415, "expected a body without compression")
         asked = decode(await self._body(request), request.headers.get(HEADER_LENGTH), model.signature)
-        version = request.path_params.get("version")
-        answer = asyncio.ensure_future(self._service.answered(model.name, asked.x, asked.timeout, version))
-        leaving = asyncio.ensure_future(request.receive())  # the body was read: what comes now is the end
-        try:
-            await asyncio.wait([answer, leaving], return_when=asyncio.FIRST_COMPLETED)
-            if not answer.done():
-                return Response(status_code=_CLIENT_LEFT)
-        finally:
-            for task in (answer, leaving):
-                task.cancel()
-        y, version = answer.result()
+        with _cancelled_if_left(request) as left:
+            try:
+                y, version = await self._door.answer(entry, asked, model.name, request.path_params.get("version"))
+            except asyncio.CancelledError:
+                if not left():
+                    raise
+                return Response(status_code=CLIENT_LEFT)
         body, headers = encode(y, asked, model.name, version)
         return Response(body, headers=headers)
 
@@ -153,11 +147,29 @@ class _Handlers:
         except TimeoutError:
             raise Refusal(408, f"the body did not come within {self._service.limits.timeout:g} s") from None
         except ClientDisconnect:
-            raise Refusal(_CLIENT_LEFT, "the client left while it was sending") from None
+            raise Refusal(CLIENT_LEFT, "the client left while it was sending") from None
         return bytes(body)
 
     def _model(self, request: Request) -> ServedModel:
         return self._service.model(request.path_params["model"], request.path_params.get("version"))
+
+
+@contextmanager
+def _cancelled_if_left(request: Request) -> Iterator[Callable[[], bool]]:
+    """Cancels the current task when the client leaves meanwhile; gives a function that says whether it did."""
+    task, is_watched = asyncio.current_task(), True
+
+    def leave(leaving: asyncio.Future[Any]) -> None:
+        if is_watched and not leaving.cancelled() and task is not None:
+            task.cancel()
+
+    leaving = asyncio.ensure_future(request.receive())  # the body was read: what comes now is the end
+    leaving.add_done_callback(leave)
+    try:
+        yield leaving.done
+    finally:
+        is_watched = False
+        leaving.cancel()
 
 
 async def _linger(stream: AsyncIterator[bytes], request: Request) -> None:
@@ -171,6 +183,12 @@ async def _linger(stream: AsyncIterator[bytes], request: Request) -> None:
                 left -= len(chunk)
                 if left < 0:
                     return
+
+
+def _check_headers(request: Request) -> None:
+    found = sum(len(name) + len(value) for name, value in request.headers.raw) + len(request.scope["path"])
+    if found > MOST_HEADER_BYTES:
+        raise Refusal(431, f"expected at most {MOST_HEADER_BYTES} bytes of headers, got {found}")
 
 
 def _refused(refusal: Refusal) -> Response:

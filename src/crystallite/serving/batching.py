@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from crystallite.serving.limits import Limits
+from crystallite.serving.logs import current
 from crystallite.serving.metrics import Metrics
 from crystallite.serving.refusal import Refusal
 
@@ -23,10 +24,11 @@ class _Waiting:
     x: Tensor
     answer: asyncio.Future[Tensor]
     arrived: float = field(default_factory=time.monotonic)
+    taken: float = 0.0  # when its batch began
 
 
 class Batcher:
-    """A bounded queue in front of a function of batches, which is called for one batch at a time.
+    """A bounded queue in front of a function of batches, which is called for one batch at a time, or for several.
 
     An idle function is called at once, or after `max_wait`; while it is busy, requests gather and become the next
     batch. Whoever has left or has waited too long is not computed. If a batch of several requests fails, each of them
@@ -34,12 +36,17 @@ class Batcher:
     """
 
     def __init__(
-        self, model: str, run: Callable[[Tensor], Awaitable[Tensor]], limits: Limits, metrics: Metrics
+        self,
+        model: str,
+        run: Callable[[Tensor], Awaitable[Tensor]],
+        limits: Limits,
+        metrics: Metrics,
+        batches: int = 1,  # at once
     ) -> None:
-        self._model, self._run, self._limits, self._metrics = model, run, limits, metrics
+        self._model, self._run, self._limits, self._metrics, self._batches = model, run, limits, metrics, batches
         self._queue: list[_Waiting] = []
         self._arrival = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
         self._batch_seconds = 0.0  # of the last batch
 
@@ -58,23 +65,27 @@ class Batcher:
         waiting = _Waiting(x, asyncio.get_running_loop().create_future())
         self._queue.append(waiting)
         self._arrival.set()
-        if self._task is None:
-            self._task = asyncio.create_task(self._work())
+        if len(self._tasks) < self._batches:
+            self._tasks.add(asyncio.create_task(self._work()))
         try:
             async with asyncio.timeout(allowed):
-                return await waiting.answer
+                answer = await waiting.answer
         except TimeoutError:
             raise Refusal(504, f"{self._model}: no answer within {allowed:g} s") from None
         finally:
             if waiting in self._queue:  # it has left: others may take its place
                 self._queue.remove(waiting)
+        if (entry := current.get()) is not None:
+            entry.queue_seconds = waiting.taken - waiting.arrived
+            entry.compute_seconds = time.monotonic() - waiting.taken
+        return answer
 
     async def close(self) -> None:
         """Take no more requests, and return when those that were taken are answered."""
         self._closed = True
         self._arrival.set()  # nobody comes any more: no reason to wait for a fuller batch
-        if self._task is not None:
-            await asyncio.wait([self._task])
+        if self._tasks:
+            await asyncio.wait(self._tasks)
 
     async def _work(self) -> None:
         """Batch after batch until nobody waits."""
@@ -88,7 +99,7 @@ class Batcher:
                     await self._answer(batch)
                     self._batch_seconds = time.monotonic() - started
         finally:
-            self._task = None
+            self._tasks.discard(asyncio.current_task())
 
     async def _gather(self) -> None:
         """Wait for a full batch, but not longer than the first request may wait."""
@@ -116,6 +127,9 @@ class Batcher:
             return
         x = batch[0].x if len(batch) == 1 else torch.cat([waiting.x for waiting in batch])
         self._metrics.observe("crystallite_batch_samples", len(x), model=self._model)
+        for waiting in batch:
+            waiting.taken = time.monotonic()
+            self._metrics.observe("crystallite_queue_seconds", waiting.taken - waiting.arrived, model=self._model)
         try:
             y = await self._run(x)
         except Exception as error:  # delivered to whoever asked; the queue goes on

@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Engine", "LocalEngine"]
+__all__ = ["Engine", "LocalEngine", "Unreachable"]
+
+
+class Unreachable(Exception):
+    """A call that got no answer, which says nothing about the piece: another replica may answer, or the next one."""
 
 
 class Engine(Protocol):
     """Runs pieces. A piece is a pure function, so a call that failed may be repeated, here or elsewhere."""
 
-    def submit(self, piece: str, x: Tensor) -> Future[Tensor]:
-        """Start piece(x); the result, or what went wrong, comes in the future."""
+    batches: int  # that are worth having under way at once
 
-    def close(self) -> None:
+    async def run(self, piece: str, x: Tensor) -> Tensor:
+        """piece(x); raises `Unreachable` if no answer came, and what the piece raised if it failed."""
+
+    async def replicas(self) -> Mapping[str, int]:
+        """How many answer for each piece now."""
+
+    async def close(self) -> None:
         """Finish the calls that were started, and let go of the pieces."""
 
 
@@ -28,25 +38,33 @@ class LocalEngine:
     torch's number of threads belongs to the whole process and stays as it is: with several pieces and as many cores,
     `OMP_NUM_THREADS=1` keeps them from taking each other's.
 
-    >>> engine = LocalEngine({"double": nn.Linear(1, 1, bias=False)})
-    >>> engine.submit("double", torch.zeros(1, 1)).result()
+    >>> async def doubled() -> Tensor:
+    ...     engine = LocalEngine({"double": nn.Linear(1, 1, bias=False)})
+    ...     y = await engine.run("double", torch.zeros(1, 1))
+    ...     await engine.close()
+    ...     return y
+    >>> asyncio.run(doubled())
     tensor([[0.]])
-    >>> engine.close()
     """
+
+    batches = 1  # a second one would only take cores from the first
 
     def __init__(self, pieces: Mapping[str, nn.Module]) -> None:
         self._pieces = dict(pieces)
         workers = max(1, min(len(pieces), torch.get_num_threads()))
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="crystallite-piece")
 
-    def submit(self, piece: str, x: Tensor) -> Future[Tensor]:
-        return self._pool.submit(self._run, self._pieces[piece], x)
+    async def run(self, piece: str, x: Tensor) -> Tensor:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, _computed, self._pieces[piece], x)
 
-    def close(self) -> None:
-        self._pool.shutdown()
+    async def replicas(self) -> Mapping[str, int]:
+        return dict.fromkeys(self._pieces, 1)
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self._pool.shutdown)
         self._pieces.clear()
 
-    @staticmethod
-    def _run(module: nn.Module, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            return module(x)
+
+@torch.no_grad()
+def _computed(module: nn.Module, x: Tensor) -> Tensor:
+    return module(x)

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 from crystallite.errors import InvalidOption
 
-__all__ = ["Limits"]
+__all__ = ["MOST_HEADER_BYTES", "Limits"]
+
+MOST_HEADER_BYTES = 1 << 16  # of a request, with its first line
 
 
 @dataclass(frozen=True)

@@ -1,56 +1,79 @@
-"""`Listener`: a service on a port."""
+"""`Listener`: a service on a port, or on two: one for HTTP and one for gRPC."""
 
 from __future__ import annotations
 
 import ipaddress
 import socket
+import ssl
 from concurrent.futures import Future
+from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from crystallite.errors import InvalidOption
 from crystallite.serving.service import Service
 
-__all__ = ["Listener"]
+if TYPE_CHECKING:
+    from crystallite.serving.grpc_service import GrpcServer
+
+__all__ = ["Listener", "check_address", "is_loopback"]
 
 _GRACE = 30  # seconds that accepted requests have after the end was asked for
 _CONNECTIONS = 1024  # that may wait to be accepted
+_MISSING = "serving over a network needs: pip install 'crystallite[serve]'"
 
 
 class Listener:
     """A port that answers for a service, until it is closed: `with Listener(service) as listener: listener.url`.
 
     Listens on this machine only; any other address needs a token, which requests carry as `Authorization: Bearer …`.
-    Port 0 takes a free one.
+
+    - `port`: 0 takes a free one.
+    - `grpc_port`: also answer gRPC, at `listener.grpc_target`.
+    - `tls`: a certificate (with its chain) and its private key, PEM files, for both protocols.
     """
 
-    def __init__(self, service: Service, host: str = "127.0.0.1", port: int = 8000, token: str | None = None) -> None:
-        if token is not None and not (token.isascii() and token.isprintable() and len(token) >= 16):
-            raise InvalidOption("token: expected at least 16 printable ASCII characters")
-        if token is None and not _is_loopback(host):
-            raise InvalidOption(f"{host}: listening beyond this machine needs a token")
+    def __init__(
+        self,
+        service: Service,
+        host: str = "127.0.0.1",
+        port: int = 8000,
+        token: str | None = None,
+        *,
+        grpc_port: int | None = None,
+        tls: tuple[Path, Path] | None = None,
+    ) -> None:
+        check_address(host, token)
+        if tls is not None:
+            _check_certificate(*tls)
         try:
-            import uvicorn
-
             from crystallite.serving.app import application
+            from crystallite.serving.http_server import http_server
         except ImportError:
-            raise InvalidOption("serving over a network needs: pip install 'crystallite[serve]'") from None
+            raise InvalidOption(_MISSING) from None
+        shown = f"[{host}]" if ":" in host else host
+        self._service = service
+        self._grpc: GrpcServer | None = None
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server((host, port), family=family, backlog=_CONNECTIONS)
         # asyncio does it only where a socket says it is TCP; without it, half an answer may wait 40 ms for the other
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        shown = f"[{host}]" if ":" in host else host
-        self.url = f"http://{shown}:{self._socket.getsockname()[1]}"
-        config = uvicorn.Config(
-            application(service, token), lifespan="off", log_level="warning", access_log=False, server_header=False,
-            timeout_graceful_shutdown=_GRACE,
-        )  # fmt: skip
-        self._server = uvicorn.Server(config)
+        try:
+            if grpc_port is not None:
+                self._grpc = service.run(_started_grpc(service, f"{shown}:{grpc_port}", token, tls))
+        except BaseException:
+            self._socket.close()
+            raise
+        self.grpc_target = None if self._grpc is None else f"{shown}:{self._grpc.port}"
+        self.url = f"http{'s' * (tls is not None)}://{shown}:{self._socket.getsockname()[1]}"
+        self._server = http_server(application(service, token), _GRACE, tls)
         self._done: Future[Any] = service.start(self._server.serve([self._socket]))
 
     def close(self) -> None:
         """Accept nothing more, answer what was accepted, and return when that is done."""
         self._server.should_exit = True
+        if self._grpc is not None:
+            self._service.run(self._grpc.stop(_GRACE))
         self._done.result()
         self._socket.close()
 
@@ -63,7 +86,40 @@ class Listener:
         self.close()
 
 
-def _is_loopback(host: str) -> bool:
+async def _started_grpc(service: Service, address: str, token: str | None, tls: tuple[Path, Path] | None) -> GrpcServer:
+    try:
+        from crystallite.serving.grpc_service import GrpcServer
+    except ImportError:
+        raise InvalidOption(_MISSING) from None
+    pair = None if tls is None else (tls[1].read_bytes(), tls[0].read_bytes())
+    server = GrpcServer(service, address, token, pair)
+    await server.start()
+    return server
+
+
+def _check_certificate(certificate: Path, key: Path) -> None:
+    """Both files are read here: what a server says of bad ones, it says when the first client comes."""
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password="")
+    except (OSError, ssl.SSLError) as error:
+        wanted = "expected a certificate and its private key without a passphrase, PEM"
+        raise InvalidOption(f"{certificate}, {key}: {wanted}: {error}") from None
+
+
+def check_address(host: str, token: str | None) -> None:
+    """Refuse a token that is none, and an address beyond this machine without one."""
+    if token is not None and not (token.isascii() and token.isprintable() and len(token) >= 16):
+        raise InvalidOption("token: expected at least 16 printable ASCII characters")
+    if token is None and not is_loopback(host):
+        raise InvalidOption(f"{host}: listening beyond this machine needs a token")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether nobody but this machine can reach that address.
+
+    >>> is_loopback("127.0.0.1"), is_loopback("0.0.0.0")
+    (True, False)
+    """
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Mapping
 from itertools import accumulate
@@ -19,6 +20,7 @@ _COUNTERS = {
 }
 _HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
     "crystallite_request_seconds": ("From the arrival of a request to its answer, transform tier", _SECONDS),
+    "crystallite_queue_seconds": ("From the arrival of a request to the start of its batch, transform tier", _SECONDS),
     "crystallite_batch_samples": ("Samples that were computed together", _SAMPLES),
     "crystallite_piece_seconds": ("Calls of a piece, inference tier", _SECONDS),
 }
@@ -52,8 +54,24 @@ class Metrics:
         self._buckets.setdefault(key, [0] * (len(bounds) + 1))[bisect_left(bounds, value)] += 1
         self._sums[key] = self._sums.get(key, 0.0) + value
 
-    def text(self, queues: Mapping[str, int]) -> str:
-        """Everything in the text format of Prometheus; `queues` are the requests that wait for each model now."""
+    def mean(self, name: str) -> float:
+        """The mean of all values of a histogram; NaN if there are none.
+
+        >>> metrics = Metrics()
+        >>> for samples in (1, 3):
+        ...     metrics.observe("crystallite_batch_samples", samples, model="small")
+        >>> metrics.mean("crystallite_batch_samples")
+        2.0
+        """
+        values = sum(sum(buckets) for (own, _), buckets in self._buckets.items() if own == name)
+        total = sum(found for (own, _), found in self._sums.items() if own == name)
+        return total / values if values else math.nan
+
+    def text(self, queues: Mapping[str, int], replicas: Mapping[tuple[str, str], int] | None = None) -> str:
+        """Everything in the text format of Prometheus.
+
+        `queues` are the requests that wait for each model now, `replicas` those of each model's pieces.
+        """
         lines = []
         for name, about in _COUNTERS.items():
             rows = [f"{name}{_shown(labels)} {n}" for (own, labels), n in self._counts.items() if own == name]
@@ -69,6 +87,9 @@ class Metrics:
             lines += _described(name, about, "histogram", rows)
         rows = [f"crystallite_queue_requests{_shown((('model', name),))} {n}" for name, n in queues.items()]
         lines += _described("crystallite_queue_requests", "Requests that wait", "gauge", rows)
+        counted = {(("model", name), ("piece", piece)): n for (name, piece), n in (replicas or {}).items()}
+        rows = [f"crystallite_replicas{_shown(labels)} {n}" for labels, n in counted.items()]
+        lines += _described("crystallite_replicas", "Replicas that answer, inference tier", "gauge", rows)
         return "\n".join([*lines, ""])
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -9,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from crystallite.artifact import load
+from crystallite.artifact import load_mapped
 from crystallite.errors import InvalidOption
 from crystallite.operators.chain import BlockChain
 from crystallite.operators.feedforward import BlockFeedForward
@@ -17,22 +19,12 @@ from crystallite.operators.linear import BlockLinear
 from crystallite.reorganization.subnetworks import Subnetworks, subnetworks
 from crystallite.serving.machine import Machine, measure_machine
 from crystallite.serving.network import Call, Fan, Local, Network, Step, fused
+from crystallite.serving.piece import Piece
 from crystallite.validation.verdict import text_table
 
-__all__ = ["Piece", "Plan", "Stage", "arrange", "plan"]
+__all__ = ["Plan", "Stage", "arrange", "plan"]
 
 WORTH = 10  # hops that a piece must compute for to be worth one
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A service: what it computes for one input vector, what it holds, and how long a batch should take."""
-
-    name: str
-    holds: str
-    macs: int
-    nbytes: int
-    seconds: float
 
 
 @dataclass(frozen=True)
@@ -45,11 +37,12 @@ class Stage:
 
 @dataclass(frozen=True)
 class Plan:
-    """The stages of a model, one after the other, and the rates they were chosen by."""
+    """The stages of a model, one after the other, and the rates and the number of workers they were chosen for."""
 
     stages: tuple[Stage, ...]
     batch: int
     machine: Machine
+    workers: int
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
@@ -60,16 +53,18 @@ class Plan:
         return asdict(self)
 
     def __repr__(self) -> str:
-        rows = [["service", "multiply-adds", "bytes", f"ms at batch {self.batch}", "hops", "holds"]]
+        rows = [["service", "multiply-adds", "bytes", f"ms at batch {self.batch}", "hops", "replicas", "holds"]]
         for stage in self.stages:
             for piece in stage.pieces:
                 hops = piece.seconds / self.machine.hop
                 cells = [f"{piece.macs:,}", f"{piece.nbytes:,}", f"{piece.seconds * 1e3:.3g}", f"{hops:.1f}"]
-                rows.append([piece.name, *cells, piece.holds])
+                replicas = f"{piece.least}" if piece.least == piece.most else f"{piece.least}–{piece.most}"
+                rows.append([piece.name, *cells, replicas, piece.holds])
             if not stage.pieces:
-                rows.append(["(transform tier)", "", "", "", "", stage.does])
+                rows.append(["(transform tier)", "", "", "", "", "", stage.does])
         hop = f"a hop costs {self.machine.hop * 1e6:.0f} µs; a piece is a service of its own from {WORTH} hops on"
-        return "\n".join([*text_table(rows), "", hop])
+        replicas = f"replicas, which an engine of several processes starts, for {self.workers} workers"
+        return "\n".join([*text_table(rows), "", hop, replicas])
 
 
 def plan(
@@ -78,6 +73,7 @@ def plan(
     into: nn.Module | None = None,
     batch: int = 1,
     machine: Machine | None = None,
+    workers: int | None = None,
 ) -> Plan:
     """Which pieces of a saved model are services: independent networks first, then heavy blocks of single layers.
 
@@ -89,44 +85,68 @@ def plan(
     - `into`: an instance of the original, for a model with code of its own; such a model is one piece.
     - `batch`: the samples that a call is expected to hold.
     - `machine`: rates to plan for; measured here if not given.
+    - `workers`: cores of the inference tier, which replicas share in proportion to what they compute; those of this
+      machine if not given. A piece that fills one alone has at least two replicas, so that one may die.
     """
-    return arrange(load(artifact, into), batch, machine or measure_machine())[0]
+    return arrange(load_mapped(artifact, into), batch, machine or measure_machine(), workers)[0]
 
 
-def arrange(model: nn.Module, batch: int, machine: Machine) -> tuple[Plan, Network]:
+def arrange(model: nn.Module, batch: int, machine: Machine, workers: int | None = None) -> tuple[Plan, Network]:
     """The plan of a model, and the model cut along it."""
-    if batch < 1:
-        raise InvalidOption(f"batch: expected at least 1, got {batch}")
+    workers = (os.cpu_count() or 1) if workers is None else workers
+    for name, count in (("batch", batch), ("workers", workers)):
+        if count < 1:
+            raise InvalidOption(f"{name}: expected at least 1, got {count}")
     stages: list[Stage] = []
     steps: list[Step] = []
     modules: dict[str, nn.Module] = {}
-    for name, part in _runs(model, batch, machine):
+
+    def piece(name: str, module: nn.Module, inside: tuple[str, ...], group: Sequence[int] = ()) -> Piece:
+        modules[name] = module
+        work = _macs(module), _nbytes(module)
+        return Piece(name, _kinds(module), *work, machine.seconds(*work, batch), inside, tuple(group))
+
+    for name, inside, part, groups in _runs(model, batch, machine):
         if isinstance(part, Subnetworks):
-            pieces = []
-            for i, inner in enumerate(part.parts):
-                pieces.append(_piece(f"{name}.{i}", inner, batch, machine))
-                modules[pieces[-1].name] = inner
-            stages.append(Stage(f"{len(pieces)} independent parts of {name}", tuple(pieces)))
+            cut = zip(part.parts, groups, strict=True)
+            pieces = tuple(piece(f"{name}.{i}", inner, inside, group) for i, (inner, group) in enumerate(cut))
+            stages.append(Stage(f"{len(pieces)} independent parts of {name}", pieces))
             steps.append(Fan(tuple(piece.name for piece in pieces), part))
         elif any(True for _ in part.parameters()):
-            modules[name] = part
-            stages.append(Stage(f"{name} as it is", (_piece(name, part, batch, machine),)))
+            stages.append(Stage(f"{name} as it is", (piece(name, part, inside),)))
             steps.append(Call(name))
         else:
             stages.append(Stage(_kinds(part), ()))
             steps.append(Local(part))
-    return Plan(tuple(stages), batch, machine), Network(tuple(steps), modules)
+    return Plan(_with_replicas(stages, workers), batch, machine, workers), Network(tuple(steps), modules)
 
 
-def _runs(model: nn.Module, batch: int, machine: Machine) -> Iterator[tuple[str, nn.Module]]:
-    """The model as modules to run one after the other: cut operators, and what lies between them, with names."""
+def _with_replicas(stages: Sequence[Stage], workers: int) -> tuple[Stage, ...]:
+    """The stages with the replicas of each piece: as many workers as its share of all that a batch computes."""
+    total = sum(piece.seconds for stage in stages for piece in stage.pieces)
+
+    def replicated(piece: Piece) -> Piece:
+        most = max(1, math.ceil(workers * piece.seconds / total - 1e-9))
+        return dataclasses.replace(piece, least=min(2, most), most=most)
+
+    return tuple(Stage(stage.does, tuple(map(replicated, stage.pieces))) for stage in stages)
+
+
+Run = tuple[str, tuple[str, ...], nn.Module, list[list[int]]]
+
+
+def _runs(model: nn.Module, batch: int, machine: Machine) -> Iterator[Run]:
+    """The model as modules to run one after the other: cut operators, and what lies between them.
+
+    Each with its name, the names of what it is made of, and the subnetworks in each of its parts.
+    """
     inside = {"model": model}
     if type(model) is nn.Sequential:  # not named_children, which leaves out a second place of a module
         inside = dict(zip(model._modules, model, strict=True))
         inside = {name: module for name, module in inside.items() if not isinstance(module, nn.Identity)}
     cuts = {name: cut for name, module in inside.items() if (cut := _cut(module, batch, machine)) is not None}
     if not cuts:
-        yield "model", model
+        yield "model", (), model, []
         return
     waiting: dict[str, nn.Module] = {}
     for name, module in inside.items():
@@ -134,11 +154,11 @@ def _runs(model: nn.Module, batch: int, machine: Machine) -> Iterator[tuple[str,
             waiting[name] = module
             continue
         if waiting:
-            yield _span(waiting), nn.Sequential(*waiting.values())
+            yield _span(waiting), tuple(waiting), nn.Sequential(*waiting.values()), []
         waiting = {}
-        yield name, cuts[name]
+        yield name, () if module is model else (name,), *cuts[name]
     if waiting:
-        yield _span(waiting), nn.Sequential(*waiting.values())
+        yield _span(waiting), tuple(waiting), nn.Sequential(*waiting.values()), []
 
 
 def _span(modules: dict[str, nn.Module]) -> str:
@@ -146,7 +166,7 @@ def _span(modules: dict[str, nn.Module]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]}-{names[-1]}"
 
 
-def _cut(module: nn.Module, batch: int, machine: Machine) -> Subnetworks | None:
+def _cut(module: nn.Module, batch: int, machine: Machine) -> tuple[Subnetworks, list[list[int]]] | None:
     """The operator as at least two groups of its independent parts that are worth a service each, if it has them."""
     enough = WORTH * machine.hop
     if not isinstance(module, (BlockChain, BlockLinear, BlockFeedForward)):
@@ -159,7 +179,7 @@ def _cut(module: nn.Module, batch: int, machine: Machine) -> Subnetworks | None:
         return None
     seconds = [_seconds(part, batch, machine) for part in networks.parts]
     groups = _packed(seconds, enough)
-    return fused(networks, groups) if len(groups) > 1 else None
+    return (fused(networks, groups), groups) if len(groups) > 1 else None
 
 
 def _packed(seconds: Sequence[float], enough: float) -> list[list[int]]:
@@ -178,11 +198,6 @@ def _packed(seconds: Sequence[float], enough: float) -> list[list[int]]:
     if groups:
         groups[-1] += open_group
     return groups or [open_group]
-
-
-def _piece(name: str, module: nn.Module, batch: int, machine: Machine) -> Piece:
-    seconds = _seconds(module, batch, machine)
-    return Piece(name, _kinds(module), _macs(module), _nbytes(module), seconds)
 
 
 def _seconds(module: nn.Module, batch: int, machine: Machine) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,13 @@ from torch import Tensor
 from crystallite.serving.refusal import Refusal
 from crystallite.serving.signature import DATATYPES, Signature
 
-__all__ = ["HEADER_LENGTH", "INPUT", "OUTPUT", "Request", "decode", "describe", "encode"]
+__all__ = [
+    "HEADER_LENGTH", "INPUT", "OUTPUT", "SERVER", "Request", "checked_shape", "decode", "describe", "encode",
+    "from_bytes", "to_bytes",
+]  # fmt: skip
 
 HEADER_LENGTH = "Inference-Header-Content-Length"  # bytes of JSON before binary tensors
+SERVER = {"name": "crystallite", "version": version("crystallite")}
 INPUT, OUTPUT = "input", "output"
 _MOST_DIMENSIONS = 32
 
@@ -79,7 +84,7 @@ def encode(y: Tensor, request: Request, name: str, version: str) -> tuple[bytes,
     if request.id is not None:
         answer["id"] = request.id
     if request.binary:
-        raw = y.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        raw = to_bytes(y)
         output["parameters"] = {"binary_data_size": len(raw)}
         header = json.dumps(answer).encode()
         return header + raw, {HEADER_LENGTH: str(len(header)), "content-type": "application/octet-stream"}
@@ -95,9 +100,25 @@ def _input(header: dict[str, Any], raw: bytes, signature: Signature) -> Tensor:
     if not isinstance(inputs, list) or len(inputs) != 1 or not isinstance(inputs[0], dict):
         raise Refusal(400, f"inputs: expected a list of one tensor, {INPUT!r}, got {inputs!r:.80}")
     tensor = inputs[0]
-    if tensor.get("name") != INPUT:
-        raise Refusal(400, f"inputs: expected the name {INPUT!r}, got {tensor.get('name')!r:.80}")
-    datatype, shape = tensor.get("datatype"), tensor.get("shape")
+    sizes = checked_shape(tensor.get("name"), tensor.get("datatype"), tensor.get("shape"), signature)
+    claimed = _parameters(tensor, "input").get("binary_data_size")
+    if claimed is None:
+        if raw:
+            raise Refusal(400, f"{len(raw)} bytes follow the JSON, but no tensor claims them with binary_data_size")
+        return _from_json(tensor.get("data"), sizes, signature.input_dtype)
+    if "data" in tensor:
+        raise Refusal(400, "input: expected data or binary_data_size, got both")
+    if claimed != len(raw) or type(claimed) is not int:
+        needed = math.prod(sizes) * signature.input_dtype.itemsize
+        found = f"binary_data_size {claimed!r:.40} and {len(raw)} bytes"
+        raise Refusal(400, f"input: expected {needed} bytes for shape {sizes}, got {found}")
+    return from_bytes(raw, sizes, signature.input_dtype)
+
+
+def checked_shape(name: object, datatype: object, shape: object, signature: Signature) -> list[int]:
+    """The shape of a tensor that is called as the model's input, has its datatype and fits it; else a `Refusal`."""
+    if name != INPUT:
+        raise Refusal(400, f"inputs: expected the name {INPUT!r}, got {name!r:.80}")
     if datatype != DATATYPES[signature.input_dtype]:
         raise Refusal(400, f"input: expected datatype {DATATYPES[signature.input_dtype]}, got {datatype!r:.80}")
     sizes: list[Any] = shape if isinstance(shape, list) else [None]
@@ -106,18 +127,20 @@ def _input(header: dict[str, Any], raw: bytes, signature: Signature) -> Tensor:
     if tuple(sizes[1:]) != signature.input_shape or sizes[:1] in ([], [0]):
         wanted = ", ".join(["samples", *map(str, signature.input_shape)])
         raise Refusal(400, f"input: expected shape [{wanted}], got {shape!r:.80}")
-    claimed = _parameters(tensor, "input").get("binary_data_size")
-    if claimed is None:
-        if raw:
-            raise Refusal(400, f"{len(raw)} bytes follow the JSON, but no tensor claims them with binary_data_size")
-        return _from_json(tensor.get("data"), sizes, signature.input_dtype)
-    if "data" in tensor:
-        raise Refusal(400, "input: expected data or binary_data_size, got both")
-    needed = math.prod(sizes) * signature.input_dtype.itemsize
-    if type(claimed) is not int or not claimed == needed == len(raw):
-        wanted = f"{needed} bytes for shape {sizes} of {datatype}"
-        raise Refusal(400, f"input: expected {wanted}, got binary_data_size {claimed!r:.40} and {len(raw)} bytes")
-    return torch.frombuffer(bytearray(raw), dtype=signature.input_dtype).reshape(sizes)
+    return sizes
+
+
+def from_bytes(raw: bytes, shape: list[int], dtype: torch.dtype) -> Tensor:
+    """The tensor in some bytes, if they are as many as its shape says; else a `Refusal`."""
+    needed = math.prod(shape) * dtype.itemsize
+    if len(raw) != needed:
+        raise Refusal(400, f"input: expected {needed} bytes for shape {shape}, got {len(raw)}")
+    return torch.frombuffer(bytearray(raw), dtype=dtype).reshape(shape)
+
+
+def to_bytes(y: Tensor) -> bytes:
+    """The numbers of a tensor, row by row."""
+    return y.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def _from_json(data: Any, shape: list[int], dtype: torch.dtype) -> Tensor:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from crystallite.errors import CrystalliteError
 
-__all__ = ["Refusal"]
+__all__ = ["CLIENT_LEFT", "Refusal"]
+
+CLIENT_LEFT = 499  # nginx's code, for metrics and logs: nobody is there to read it
 
 
 class Refusal(CrystalliteError):

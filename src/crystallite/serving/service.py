@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
@@ -16,15 +16,18 @@ import torch
 from torch import Tensor, nn
 
 from crystallite.errors import CrystalliteError, InvalidOption
+from crystallite.serving.engine import LocalEngine
 from crystallite.serving.limits import Limits
 from crystallite.serving.machine import Machine
 from crystallite.serving.metrics import Metrics
-from crystallite.serving.model import ServedModel, Source, name_of
+from crystallite.serving.model import CutModel, ServedModel, Source, sources_of
+from crystallite.serving.ray_engine import ray_opener
 from crystallite.serving.refusal import Refusal
 
 __all__ = ["Service"]
 
 Result = TypeVar("Result")
+Opener = Callable[[str, Metrics], ServedModel]
 StrPath = str | os.PathLike[str]
 
 
@@ -41,16 +44,21 @@ class Service:
     tensor([[0., 1.]])
     """
 
-    def __init__(self, sources: Mapping[str, Source], limits: Limits) -> None:
-        if not sources:
-            raise InvalidOption("expected at least one model to serve, got none")
+    def __init__(self, names: Iterable[str], opened: Opener, limits: Limits, ended: Callable[[], None]) -> None:
+        """Models by name, as `opened` opens them; `ended` is called last. See `load`."""
         self.limits, self.metrics = limits, Metrics()
-        self._sources = dict(sources)
-        self._models = {name: ServedModel.open(name, s, limits, self.metrics) for name, s in sources.items()}
+        self._opened, self._ended = opened, ended
+        self._models: dict[str, ServedModel] = {}
         self._reloading = asyncio.Lock()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="crystallite-service", daemon=True)
         self._thread.start()
+        try:
+            for name in names:
+                self._models[name] = opened(name, self.metrics)
+        except BaseException:
+            self.close()
+            raise
 
     @classmethod
     def load(
@@ -63,19 +71,30 @@ class Service:
         unvalidated: bool = False,
         limits: Limits | None = None,
         machine: Machine | None = None,
+        workers: int | None = None,
+        engine: str = "local",
     ) -> Service:
         """A service of one saved model, called as its folder, or of several by name.
 
         - `into`: an instance of the original, for a model with code of its own.
         - `shape`: of one sample, where the first layer does not say it.
-        - `batch`, `machine`: as for `plan`.
+        - `batch`, `machine`, `workers`: as for `plan`.
         - `unvalidated`: serve a model without a verdict, or with one that it failed.
+        - `engine`: "local" runs the pieces in this process; "ray" on the Ray cluster that `RAY_ADDRESS` names or that
+          runs on this machine, else on one that is started here. Every node must see the same folders.
         """
-        paths = artifacts if isinstance(artifacts, Mapping) else {name_of(artifacts): artifacts}
-        if len(paths) > 1 and (into is not None or shape is not None):
-            raise InvalidOption("into and shape say what one model is, but there are several; serve it alone")
-        sources = {name: Source(Path(path), into, shape, batch, unvalidated, machine) for name, path in paths.items()}
-        return cls(sources, limits or Limits())
+        sources = sources_of(artifacts, Source(Path(), into, shape, batch, unvalidated, machine, workers))
+        limits = limits or Limits()
+        if engine == "local":
+
+            def opened(name: str, metrics: Metrics) -> ServedModel:
+                cut = CutModel.open(name, sources[name])
+                return ServedModel.of(cut, LocalEngine(cut.network.modules), limits, metrics)
+
+            return cls(sources, opened, limits, lambda: None)
+        if engine != "ray":
+            raise InvalidOption(f"engine: expected local or ray, got {engine!r:.80}")
+        return cls(sources, *ray_opener(sources, limits))
 
     @property
     def models(self) -> Mapping[str, ServedModel]:
@@ -124,7 +143,7 @@ class Service:
         self.model(name)
         async with self._reloading:
             try:
-                new = await asyncio.to_thread(ServedModel.open, name, self._sources[name], self.limits, self.metrics)
+                new = await asyncio.to_thread(self._opened, name, self.metrics)
             except CrystalliteError:
                 self.metrics.count("crystallite_reloads_total", model=name, outcome="refused")
                 raise
@@ -153,6 +172,7 @@ class Service:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+        self._ended()
 
     def __enter__(self) -> Service:
         return self

@@ -8,20 +8,23 @@ import time
 import torch
 from torch import Tensor
 
-from crystallite.serving.engine import Engine
+from crystallite.serving.engine import Engine, Unreachable
+from crystallite.serving.limits import Limits
 from crystallite.serving.metrics import Metrics
 from crystallite.serving.network import Call, Fan, Local, Network
 from crystallite.serving.refusal import Refusal
 
 __all__ = ["Transform"]
 
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0  # seconds before an unreachable piece is called a third time, and at most
+
 
 class Transform:
     """Runs the steps of a network, its pieces on an engine."""
 
-    def __init__(self, model: str, network: Network, engine: Engine, attempts: int, metrics: Metrics) -> None:
+    def __init__(self, model: str, network: Network, engine: Engine, limits: Limits, metrics: Metrics) -> None:
         self._model, self._steps, self._engine = model, network.steps, engine
-        self._attempts, self._metrics = attempts, metrics
+        self._limits, self._metrics = limits, metrics
 
     async def run(self, x: Tensor) -> Tensor:
         """The model's answer; a `Refusal` that names the piece if one failed as often as was tried."""
@@ -46,21 +49,35 @@ class Transform:
             return step.networks.join(results)
 
     async def _call(self, piece: str, x: Tensor) -> Tensor:
-        """The piece's result. It is a pure function, so it is called again when a call fails."""
-        reason = ""
-        for attempt in range(self._attempts):
-            if attempt:
-                self._metrics.count("crystallite_retries_total", model=self._model, piece=piece)
+        """The piece's result. It is a pure function, so it is called again when a call fails.
+
+        A piece that fails is believed after some attempts. One that cannot be reached is asked for as long as its
+        callers may wait: a replica that died is replaced within seconds.
+        """
+        begun = time.monotonic()
+        tries = failures = 0
+        while True:
             started = time.perf_counter()
+            tries += 1
             try:
-                y = await asyncio.wrap_future(self._engine.submit(piece, x))
-            except Exception as error:  # whatever the engine or the piece raises
+                y = await self._engine.run(piece, x)
+            except Unreachable as error:
+                reason = str(error)
+                pause = min(_FIRST_PAUSE * 2 ** (tries - 2), _LONGEST_PAUSE) if tries > 1 else 0.0
+                if time.monotonic() + pause - begun > self._limits.timeout:
+                    break
+                await asyncio.sleep(pause)
+            except Exception as error:  # whatever the piece raises
                 reason = f"{type(error).__name__}: {error}"
-                continue
-            elapsed = time.perf_counter() - started
-            self._metrics.observe("crystallite_piece_seconds", elapsed, model=self._model, piece=piece)
-            return y
-        tried = f"{self._attempts} time{'s' * (self._attempts > 1)}"
+                failures += 1
+                if failures == self._limits.attempts:
+                    break
+            else:
+                elapsed = time.perf_counter() - started
+                self._metrics.observe("crystallite_piece_seconds", elapsed, model=self._model, piece=piece)
+                return y
+            self._metrics.count("crystallite_retries_total", model=self._model, piece=piece)
+        tried = f"{tries} time{'s' * (tries > 1)}"
         raise Refusal(503, f"piece {piece} of {self._model} failed {tried}, the last with {reason}", retry_after=1)
 
 

@@ -1,0 +1,140 @@
+"""The two-tier service on Ray beside the in-process one, and what faults cost.
+
+`python -m benchmarks.serving_ray`. A cluster of two nodes on this machine, in a network namespace that has nothing but
+loopback, as in `tests/serving/test_ray.py`, whose scenarios are timed here. One machine cannot show what Ray is for:
+all replicas, the HTTP server, the controller and the clients share its cores, so more replicas do not answer more
+requests, and nothing travels over a network. What it shows is the price of a hop, and how long faults last.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import secrets
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from tests.analysis.test_ray_engine import NAMESPACE, bring_loopback_up
+from tests.serving.artifacts import APART, TOGETHER
+from tests.serving.ray_inside import HEAVY, INPUTS, LIGHT, Inside
+
+from benchmarks.timing import show, store
+from crystallite.serving import Listener, Service
+from crystallite.serving.load import Ask, Load, run
+from crystallite.serving.machine import measure_machine
+
+SECONDS = 5.0
+FAULTS = {
+    "one of two replicas killed": "kill_a_replica",
+    "the only replica killed": "kill_the_only_replica",
+    "one of two replicas frozen": "freeze_a_replica",
+    "transform replica killed": "kill_the_transform_replica",
+    "node killed": "kill_the_node",
+    "new version": "bring_a_new_version",
+}
+
+
+def loaded(url: str, clients: int, batch: int) -> Load:
+    raw = torch.randn(batch, INPUTS).numpy().tobytes()
+    tensor = {
+        "name": "input",
+        "datatype": "FP32",
+        "shape": [batch, INPUTS],
+        "parameters": {"binary_data_size": len(raw)},
+    }
+    header = json.dumps({"inputs": [tensor], "parameters": {"binary_data_output": True}}).encode()
+    head = f"POST /v2/models/small/infer HTTP/1.1\r\nInference-Header-Content-Length: {len(header)}"
+    host, _, port = url.removeprefix("http://").rpartition(":")
+    return asyncio.run(run(Ask(host, int(port), head, (header + raw).hex(), clients, SECONDS, warmup=1.0)))
+
+
+def load_rows(server: str, url: str) -> list[dict]:
+    rows = []
+    for clients, batch in ((1, 1), (20, 1), (20, 64)):
+        load = loaded(url, clients, batch)
+        rows.append({
+            "server": server, "clients": clients, "batch": batch, "requests/s": load.per_second,
+            "p50 ms": 1e3 * load.quantile(0.5), "p99 ms": 1e3 * load.quantile(0.99),
+            "refused": sum(load.refused.values()),
+        })  # fmt: skip
+    return rows
+
+
+def hops(inside: Inside) -> list[dict]:
+    """Calls of the light piece, which computes next to nothing, from here and back."""
+    from ray import serve
+
+    from crystallite.serving.ray_engine import _packed
+
+    handle = serve.get_deployment_handle(LIGHT, inside.application())
+    rows = [{"hop": "in process", "samples": 1, "median ms": 1e3 * measure_machine().hop, "99 % ms": None}]
+    for samples in (1, 64, 8192):
+        x, times = _packed(torch.zeros(samples, 8)), []
+        for _ in range(300):
+            started = time.perf_counter()
+            handle.remote(x).result()
+            times.append(time.perf_counter() - started)
+        times.sort()
+        rows.append({
+            "hop": "Ray Serve", "samples": samples, "median ms": 1e3 * statistics.median(times),
+            "99 % ms": 1e3 * times[int(0.99 * len(times))],
+        })  # fmt: skip
+    return rows
+
+
+def fault(name: str, found: dict) -> dict:
+    return {
+        "fault": name, "requests": found["right"] + found["wrong"] + sum(found["lost"].values()),
+        "wrong": found["wrong"], "lost": sum(found["lost"].values()), "requests/s": found["requests per second"],
+        "p50 ms": 1e3 * found["latency"]["median"], "p99 ms": 1e3 * found["latency"]["99 %"],
+        "longest silence s": found["longest silence"], "until all was well s": found["until all was well"],
+    }  # fmt: skip
+
+
+def run_inside_the_namespace(folder: Path) -> None:
+    bring_loopback_up()
+    inside = Inside(folder)
+    rows = {"start": [{"seconds until it answers": inside.start_seconds, "load of the machine": os.getloadavg()[0]}]}
+    rows["hops"] = hops(inside)
+    rows["load"] = load_rows("Ray, both tiers", inside.service.url)
+    for name, machine in (("in process, cut", APART), ("in process, whole", TOGETHER)):
+        with Service.load(inside.link, machine=machine) as local, Listener(local, port=0) as listener:
+            rows["load"] += load_rows(name, listener.url)
+    rows["faults"] = [fault(name, getattr(inside, scenario)()) for name, scenario in FAULTS.items()]
+    found = inside.grow_and_shrink()
+    rows["scaling"] = [{
+        "piece": HEAVY, "seconds until the third replica answers": found["grown"],
+        "seconds until it is gone, without load": found["shrunk"], "wrong": found["wrong"],
+        "lost": sum(found["lost"].values()), "replicas of others": str(found["light and transform"]),
+    }]  # fmt: skip
+    rows["start"][0]["load of the machine at the end"] = os.getloadavg()[0]
+    (folder / "rows.json").write_text(json.dumps(rows))
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as short:
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")} | {
+            "RAY_TMPDIR": short, "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_SERVE_HANDLE_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1",
+            "OMP_NUM_THREADS": "1",
+        }  # fmt: skip
+        command = [*NAMESPACE, sys.executable, "-m", "benchmarks.serving_ray", folder]
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        subprocess.run(command, env=environment, check=True, **quiet)
+        found = json.loads((Path(folder) / "rows.json").read_text())
+    for part, rows in found.items():
+        show(part, rows)
+    store("serving_ray", [{"part": part, **row} for part, rows in found.items() for row in rows])
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        run_inside_the_namespace(Path(sys.argv[1]))
+    else:
+        main()
