@@ -1,6 +1,7 @@
 """Are functional modules found where tasks were planted, and nowhere else?
 
     python -m benchmarks discovery
+    python -m benchmarks.discovery split    # are networks split along the modules found as good as dense ones?
 
 Networks are trained on k tasks at once: k digits side by side, drawn independently, all pixels scrambled, a head for
 each. The controls have a single task. MNIST (mnist.npz with Xtr, ytr) is taken from CRYSTALLITE_MNIST or
@@ -9,10 +10,12 @@ each. The controls have a single task. MNIST (mnist.npz with Xtr, ytr) is taken 
 
 from __future__ import annotations
 
+import copy
 import os
+import sys
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -23,8 +26,10 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 
 from benchmarks.timing import show, store
+from crystallite import subnetworks
 from crystallite.discovery import discover
 from crystallite.discovery.coclustering import agreement
+from crystallite.upgrading import upgrade
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -187,6 +192,63 @@ def controls(images: Tensor, digits: Tensor, seeds: Iterable[int]) -> list[dict]
     return rows
 
 
+class Drawn:
+    """So many batches of tasks, drawn anew each time."""
+
+    def __init__(self, source: Tasks, batches: int) -> None:
+        self.source, self.batches = source, batches
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return (self.source.draw(128) for _ in range(self.batches))
+
+
+def trained_on(model: nn.Module, source: Tasks, steps: int, rate: float) -> nn.Module:
+    """A copy of the model after more steps, the rate falling linearly to zero as in `upgrade`."""
+    model = copy.deepcopy(model)
+    optimizer = torch.optim.Adam(model.parameters(), rate)
+    for step in range(steps):
+        x, y = source.draw(128)
+        optimizer.param_groups[0]["lr"] = rate * (1 - step / steps)
+        optimizer.zero_grad()
+        heads(model(x), y).backward()
+        optimizer.step()
+    return model
+
+
+@torch.no_grad()
+def head_accuracies(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return (model(x).unflatten(1, (y.shape[1], -1)).argmax(2) == y).double().mean(0)
+
+
+def splits(data: str, images: Tensor, digits: Tensor, seeds: Iterable[int], most: int) -> list[dict]:
+    """Networks split along what `discover` finds; dense ones after the same steps, at the better of two rates.
+
+    The rate of dense training is the one that is better on the images that judge, so that it is not at a disadvantage.
+    """
+    rows, epochs, batches = [], 10, 60
+    for seed in seeds:
+        for k in range(2, most + 1):
+            torch.manual_seed(seed)
+            order = torch.randperm(len(images))
+            own, held_out = order[: len(order) * 4 // 5], order[len(order) * 4 // 5 :]
+            source = tasks(images[own], digits[own], k)
+            model = train(mlp(k * images.shape[1], 128, 128, 10 * k), source)
+            found = discover(model, source.draw(1500)[0])
+            result = {"data": data, "network": f"{k} tasks", "seed": seed, "planted": k, "found": found.k}
+            if found.k == k:
+                small = upgrade(model, modules=found, data=Drawn(source, batches), loss=heads, epochs=epochs, seed=seed)
+                x, y = replace(source, images=images[held_out], digits=digits[held_out]).draw(5000)
+                dense = [trained_on(model, source, epochs * batches, rate) for rate in (1e-3, 3e-3)]
+                expected = max((head_accuracies(d, x, y) for d in dense), key=lambda scores: float(scores.mean()))
+                split = head_accuracies(small, x, y)
+                result |= {"dense": float(expected.mean()), "split": float(split.mean())}
+                result["worst_head_difference"] = float((split - expected).min())
+                result["parts"] = len(subnetworks(small).parts)
+            rows.append(result)
+            print(f"  {rows[-1]}", flush=True)
+    return rows
+
+
 def mnist() -> tuple[Tensor, Tensor] | None:
     shared = Path(__file__).parents[2] / "shared" / "data" / "mnist.npz"
     path = Path(os.environ.get("CRYSTALLITE_MNIST", shared))
@@ -199,6 +261,12 @@ def mnist() -> tuple[Tensor, Tensor] | None:
 def main() -> None:
     data = load_digits()
     images, digits = torch.tensor(data.data / 16).float(), torch.tensor(data.target)
+    if sys.argv[1:] == ["split"]:
+        rows, large = splits("digits", images, digits, range(3), 4), mnist()
+        rows += splits("MNIST", *large, range(1), 3) if large else []
+        show("networks split along the modules found, accuracy of the heads", rows)
+        store("discovery_split", rows)
+        return
     rows = [{"data": "digits", **r} for r in [*planted(images, digits, range(2)), *controls(images, digits, range(2))]]
     large = mnist()
     if large:

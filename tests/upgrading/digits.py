@@ -21,8 +21,8 @@ def network(dropout=0.0):
     return nn.Sequential(nn.Linear(64, 96), *between, nn.Linear(96, 96), nn.ReLU(), nn.Linear(96, 10))
 
 
-def train(model, loader, epochs):
-    optimizer = torch.optim.Adam(model.parameters(), 2e-3)
+def train(model, loader, epochs, rate=2e-3):
+    optimizer = torch.optim.Adam(model.parameters(), rate)
     for _ in range(epochs):
         for x, y in loader:
             optimizer.zero_grad()

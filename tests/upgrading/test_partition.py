@@ -96,6 +96,19 @@ def test_spread_inputs_may_be_constant():
     assert np.bincount(labels).tolist() == [3, 3]
 
 
+def test_neighbours_of_a_line_alternate():
+    """What each input shares with its neighbours decides, so every block sees all of the line, coarsely."""
+    net = nn.Sequential(nn.Linear(40, 8), nn.ReLU(), nn.Linear(8, 4))
+    torch.manual_seed(0)
+    noise = torch.randn(4000, 42, dtype=torch.float64)
+    read = noise[:, :-2] + noise[:, 1:-1] + noise[:, 2:]
+    given = read.clone()
+    labels = spread_partition(find_chains(net), 2, {"0": read}).labels[0]["in"]
+    assert torch.equal(read, given)
+    assert np.bincount(labels).tolist() == [20, 20]
+    assert np.count_nonzero(labels[1:] == labels[:-1]) <= 6  # a random partition has 19 or so
+
+
 def test_joint_components_are_those_of_the_chain():
     net = mlp()
     partition = random_partition(find_chains(net), 4)
@@ -116,7 +129,7 @@ def test_impossible_partitions_are_refused():
         random_partition(chains, 1)
     with pytest.raises(cx.InvalidOption, match="expected 12 labels for in"):
         Partition(2, chains, ({"in": np.zeros(12, int)},))
-    with pytest.raises(cx.InvalidOption, match="no linear layer"):
+    with pytest.raises(cx.InvalidOption, match="no layer to separate"):
         find_chains(nn.Sequential(nn.ReLU()))
 
 

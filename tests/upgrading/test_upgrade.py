@@ -201,7 +201,7 @@ def test_a_threshold_nobody_reaches_is_an_error():
         ({"null": "guess"}, "null must be"),
         ({"null": {}}, "no null for 0.weight"),
         ({"partition": "best"}, "partition must be"),
-        ({"targets": "nothing"}, "no linear layer"),
+        ({"targets": "nothing"}, "no layer to separate"),
         ({"loss": F.cross_entropy}, "needs batches"),
         ({"data": []}, "at least one sample"),
     ],

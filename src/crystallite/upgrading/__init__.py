@@ -2,7 +2,8 @@
 
 ```
 trained model, batches
-  └─ partition.py         chains of layers that share hidden neurons; a label for every neuron, k labels
+  └─ partition.py         chains of weights that share hidden neurons; a label for every neuron, k labels
+                          (modules.py: those of the functional modules that were found)
        └─ scale.py             hidden neurons in balanced units, so that a bound on weights means something
             └─ refit.py             blocks fitted by least squares to what the dense layers compute
                  └─ straight_through.py  the Neyman test inside the forward pass, its threshold rising to the null's
@@ -12,11 +13,13 @@ trained model, batches
 
 `update.py` is the paper's update rule: a global update shared out to the sub-operators. `transfer.py` carries tensors
 and the state of an optimizer between a dense model and its blocks, both ways. Blocks train with ordinary `backward()`
-and any optimizer; weights between them do not exist, so they have no gradients and no moments.
+and any optimizer; weights between them do not exist, so they have no gradients and no moments. `lora.py` lets PEFT's
+adapters train them.
 
 The package is named after a thing, so that `upgrade` stays a function.
 """
 
+from crystallite.upgrading.lora import lora_for_blocks
 from crystallite.upgrading.partition import Chain, Partition, find_chains, random_partition, spread_partition
 from crystallite.upgrading.transfer import to_blocks, to_dense, transfer_optimizer
 from crystallite.upgrading.update import mask_gradients, redistribute, updated
@@ -27,6 +30,7 @@ __all__ = [
     "Partition",
     "Upgrading",
     "find_chains",
+    "lora_for_blocks",
     "mask_gradients",
     "random_partition",
     "redistribute",

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from crystallite.discovery import discover
 from crystallite.errors import InvalidOption
 from crystallite.opening import open_model, write_model
 from crystallite.reorganization.summary import summary
@@ -23,6 +24,7 @@ __all__ = ["add_parser", "run"]
 _EXAMPLE = """\
 example:
   crystallite upgrade my_package.models:build --weights trained.pt --data train.npz --blocks 4 --ignore head --out small
+  crystallite upgrade my_package.models:build --weights trained.pt --data train.npz --modules --out small
   crystallite upgrade ./my-hf-model --data tokens.safetensors --blocks 4 --loss match --checkpoint state --out small
 
 The data file holds `inputs`, or the model's keyword arguments by name, and `labels` if there is a loss; the first axis
@@ -61,7 +63,9 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("model", metavar="MODEL", help="a folder, or package.module:factory")
     parser.add_argument("--out", required=True, type=Path, metavar="FOLDER", help="where to save; must not exist")
     parser.add_argument("--data", required=True, type=Path, metavar="FILE", help=".npz or .safetensors")
-    parser.add_argument("--blocks", required=True, type=int, metavar="K", help="how many")
+    kind = parser.add_mutually_exclusive_group(required=True)
+    kind.add_argument("--blocks", type=int, metavar="K", help="make so many blocks")
+    kind.add_argument("--modules", action="store_true", help="split along the functional modules found on the data")
     parser.add_argument("--weights", type=Path, metavar="FILE", help="weights for what the factory returns")
     parser.add_argument(
         "--loss", choices=sorted(_LOSSES), default="cross-entropy", help="match: no labels, learn what MODEL returns"
@@ -70,7 +74,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--learning-rate", type=float, default=5e-3, help="at the start; falls to 0 (default: 0.005)")
     parser.add_argument("--batch", type=int, default=128, metavar="N", help="samples at once (default: 128)")
     parser.add_argument("--level", type=float, default=0.001, help="of the Neyman test (default: 0.001)")
-    parser.add_argument("--partition", choices=["random", "spread"], default="random", help="of neurons to blocks")
+    parser.add_argument("--partition", choices=["spread", "random"], default="spread", help="of neurons to blocks")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--checkpoint", type=Path, metavar="FOLDER", help="keep the state of the run here")
     parser.add_argument("--targets", action="append", metavar="PATTERN", help="only layers whose name matches")
@@ -86,9 +90,11 @@ def run(options: argparse.Namespace) -> int:
     if options.batch < 1:
         raise InvalidOption(f"--batch must be at least 1, got {options.batch}")
     model = open_model(options.model, options.weights)
+    modules = discover(model, read_data(options.data, options.batch)) if options.modules else None
     small: Any = upgrade(
         model,
         blocks=options.blocks,
+        modules=modules,
         data=_Shuffled(options.data, options.batch),
         loss=_LOSSES[options.loss],
         epochs=options.epochs,
@@ -101,7 +107,7 @@ def run(options: argparse.Namespace) -> int:
         checkpoint=options.checkpoint,
         progress=sys.stderr.isatty(),
     )
-    chosen = {"blocks": options.blocks, "level": options.level}
+    chosen = {"blocks": small.upgrading.blocks, "level": options.level}
     write_model(small, options.out, model, Path(options.model), chosen)
     result = summary(small)
     if options.json:

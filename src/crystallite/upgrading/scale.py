@@ -18,9 +18,12 @@ from torch import Tensor, nn
 from crystallite.annealing.nulls import Null
 from crystallite.reorganization.graph import Spaces
 from crystallite.upgrading.partition import own_neurons
+from crystallite.upgrading.weights import parameter
 
 __all__ = ["balance_"]
 
+_Layer = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
+_KINDS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _SWEEPS = 4  # neurons of consecutive layers depend on each other
 
 
@@ -31,17 +34,17 @@ def balance_(model: nn.Module, spaces: Spaces, nulls: Mapping[str, Null], run: A
     nulls: by parameter name. run(): the model's output on some inputs; units are changed only where it stays the same
     to the last bit, which holds for ReLU and its like and not for GELU.
     """
-    linear = {layer.name: layer for layer in spaces.layers if type(model.get_submodule(layer.name)) is nn.Linear}
+    known = {layer.name: layer for layer in spaces.layers if isinstance(model.get_submodule(layer.name), _KINDS)}
     groups = []
-    for space in sorted(own_neurons(model, spaces, (nn.Linear,))):
-        writers = [_linear(model, name) for name, layer in linear.items() if layer.rows == ((space,),)]
-        readers = [name for name, layer in linear.items() if layer.columns == ((space,),)]
+    for space in sorted(own_neurons(model, spaces, _KINDS)):
+        writers = [_layer(model, name) for name, layer in known.items() if layer.rows == ((space,),)]
+        readers = [name for name, layer in known.items() if layer.columns == ((space,),)]
         if writers and readers:
             groups.append((writers, readers, space))
-    scale = {id(_linear(model, name)): nulls[f"{name}.weight"].scale for name in linear if f"{name}.weight" in nulls}
+    scale = {id(_layer(model, n)): nulls[parameter(n)].scale for n in known if parameter(n) in nulls}
     expected, free = run(), []
     for writers, readers, space in groups:
-        layers = [_linear(model, name) for name in readers]
+        layers = [_layer(model, name) for name in readers]
         trial = torch.full((spaces.spaces[space].size,), 2.0, device=layers[0].weight.device)
         _rescale_(writers, layers, trial)
         if torch.equal(run(), expected):
@@ -49,24 +52,29 @@ def balance_(model: nn.Module, spaces: Spaces, nulls: Mapping[str, Null], run: A
         _rescale_(writers, layers, 1 / trial)
     for _ in range(_SWEEPS):
         for writers, layers, _ in free:
-            incoming = torch.cat([w.weight / scale[id(w)] for w in writers], 1).square().mean(1).sqrt()
-            outgoing = torch.cat([r.weight / scale[id(r)] for r in layers], 0).square().mean(0).sqrt()
+            incoming = torch.cat([w.weight.flatten(1) / scale[id(w)] for w in writers], 1).square().mean(1).sqrt()
+            outgoing = torch.cat([r.weight.transpose(0, 1).flatten(1) / scale[id(r)] for r in layers], 1)
+            outgoing = outgoing.square().mean(1).sqrt()
             idle = (incoming == 0) | (outgoing == 0)
             factor = torch.exp2((0.5 * torch.log2(outgoing / incoming)).round())
             _rescale_(writers, layers, torch.where(idle, torch.ones_like(factor), factor))
     return sorted({name for _, _, readers in free for name in readers})
 
 
-def _rescale_(writers: list[nn.Linear], readers: list[nn.Linear], factor: Tensor) -> None:
+def _rescale_(writers: list[_Layer], readers: list[_Layer], factor: Tensor) -> None:
     for writer in writers:
-        writer.weight.mul_(factor[:, None].to(writer.weight.dtype))
+        writer.weight.mul_(_along(factor, 0, writer.weight))
         if writer.bias is not None:
             writer.bias.mul_(factor.to(writer.bias.dtype))
     for reader in readers:
-        reader.weight.div_(factor.to(reader.weight.dtype))
+        reader.weight.div_(_along(factor, 1, reader.weight))
 
 
-def _linear(model: nn.Module, name: str) -> nn.Linear:
+def _along(factor: Tensor, axis: int, weight: Tensor) -> Tensor:
+    return factor.to(weight.dtype).view([-1 if i == axis else 1 for i in range(weight.ndim)])
+
+
+def _layer(model: nn.Module, name: str) -> _Layer:
     layer = model.get_submodule(name)
-    assert isinstance(layer, nn.Linear)
+    assert isinstance(layer, _KINDS)
     return layer

@@ -16,6 +16,7 @@ from crystallite.errors import InvalidOption
 from crystallite.upgrading.checkpoint import Checkpoints, State
 from crystallite.upgrading.running import call, device_of, moved
 from crystallite.upgrading.straight_through import Gate
+from crystallite.upgrading.weights import weight_of
 from crystallite.validation.batches import Batch, batches
 
 __all__ = ["Epoch", "Schedule", "train_"]
@@ -40,13 +41,13 @@ class Epoch:
 class Schedule:
     """Learning rate and threshold over time: the rate falls linearly to zero, the threshold rises, then stays.
 
-    >>> [Schedule(1, 0.01).at(step, 10) for step in (0, 5, 9)]
-    [(0.01, 0.0), (0.005, 0.625), (0.0009999999999999998, 1.0)]
+    >>> [Schedule(1, 0.01).at(step, 10) for step in (0, 2, 9)]
+    [(0.01, 0.0), (0.008, 0.5), (0.0009999999999999998, 1.0)]
     """
 
     epochs: int
     learning_rate: float
-    rise: float = 0.8  # share of the steps after which the threshold is the final one
+    rise: float = 0.4  # share of the steps after which the threshold is the final one
 
     def at(self, step: int, total: int) -> tuple[float, float]:
         """The learning rate, and the threshold as a share of the final one."""
@@ -110,7 +111,7 @@ def train_(
 ) -> list[Epoch]:
     """Train the model in place, by a loss or without labels by likeness to the dense model; returns the history.
 
-    gates, thresholds: of the layers that separate; ends: the last layer of each chain, compared without labels.
+    gates, thresholds: of the layers that separate; ends: the last module of each chain, compared without labels.
     Batches come in the same order for the same seed, if their order depends on nothing but PyTorch's random numbers,
     which are seeded here.
     Without labels the model runs in evaluation mode: dropout would be noise in what is to be matched.
@@ -137,7 +138,8 @@ def train_(
                 run.set_time(run.step, total)
                 model.eval()
                 found = None if metric is None else float(metric(model))
-                acting = sum(int(_acting(model, n)) for n in gates) / sum(int(g.mask.sum()) for g in gates.values())
+                acting = sum(_acting(model, *gate) for gate in gates.items())
+                acting /= sum(int(gate.mask.sum()) for gate in gates.values())
                 run.history.append(Epoch(epoch + 1, run.sum / length, found, share, acting))
                 run.sum = 0.0
             if checkpoints and (run.step % length == 0 or time.monotonic() - written > _SECONDS):
@@ -187,7 +189,9 @@ def _watched(model: nn.Module, names: Sequence[str]) -> Iterator[dict[str, Tenso
     """What some layers return while the model runs."""
     found: dict[str, Tensor] = {}
     handles = [
-        model.get_submodule(name).register_forward_hook(lambda _, __, output, name=name: found.update({name: output}))
+        model.get_submodule(name).register_forward_hook(
+            lambda _, __, output, name=name: found.update({name: output[0] if isinstance(output, tuple) else output})
+        )
         for name in names
     ]
     try:
@@ -198,6 +202,5 @@ def _watched(model: nn.Module, names: Sequence[str]) -> Iterator[dict[str, Tenso
 
 
 @torch.no_grad()
-def _acting(model: nn.Module, name: str) -> int:
-    layer: Any = model.get_submodule(name)
-    return int(torch.count_nonzero(layer.weight))
+def _acting(model: nn.Module, name: str, gate: Gate) -> float:
+    return float(torch.count_nonzero(gate(weight_of(model, name))))

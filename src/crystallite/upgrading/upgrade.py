@@ -12,14 +12,17 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
 from crystallite.annealing import nulls
 from crystallite.annealing.anneal import anneal
 from crystallite.artifact import source_sha256
+from crystallite.discovery.modules import Modules
 from crystallite.errors import CrystalliteError, InvalidOption
 from crystallite.reorganization.graph import trace
 from crystallite.upgrading.blocks import clear_idle_, in_blocks
 from crystallite.upgrading.checkpoint import Checkpoints
+from crystallite.upgrading.modules import module_partition
 from crystallite.upgrading.partition import (
     Chain,
     Partition,
@@ -31,12 +34,14 @@ from crystallite.upgrading.partition import (
 from crystallite.upgrading.refit import refit_, seen
 from crystallite.upgrading.running import call
 from crystallite.upgrading.scale import balance_
-from crystallite.upgrading.straight_through import attach, harden_
+from crystallite.upgrading.straight_through import attach_, harden_
 from crystallite.upgrading.training import Epoch, Loss, Metric, Schedule, train_
+from crystallite.upgrading.weights import owner, parameter, weight_of
 from crystallite.validation.batches import Batch, batches, repeatable
 
 __all__ = ["Upgrading", "upgrade"]
 
+_ROWS = 4096  # of a batch, which say enough about how features vary together
 _SAMPLES = 8192  # rows that least squares reads, or four times the inputs of the widest block
 
 
@@ -82,8 +87,9 @@ class Upgrading:
 def upgrade(
     model: nn.Module,
     *,
-    blocks: int,
     data: Any,
+    blocks: int | None = None,
+    modules: Modules | None = None,
     loss: Loss | None = None,
     metric: Metric | None = None,
     epochs: int = 5,
@@ -92,18 +98,19 @@ def upgrade(
     level: float = 0.001,
     targets: str | Sequence[str] | None = None,
     ignore: str | Sequence[str] = (),
-    partition: Partition | str = "random",
+    partition: Partition | str = "spread",
     seed: int = 0,
     checkpoint: str | os.PathLike[str] | None = None,
     progress: bool = False,
 ) -> nn.Module:
-    """A reorganized copy of the model, trained on until it consists of exactly `blocks` independent blocks.
+    """A reorganized copy of the model, trained on until it consists of exactly k independent blocks.
 
     Neurons are shared out to blocks, the blocks are fitted by least squares to what the dense layers compute, and the
     model is fine-tuned while weights have to pass a Neyman test whose threshold rises to the null's own. At the end
     `anneal(w, null, level, rule="neyman")` keeps exactly the nonzero weights of every layer and `decompose` finds
-    exactly `blocks` blocks, jointly through each chain of layers; both are checked. `result.upgrading` says how.
+    exactly k blocks, jointly through each chain of layers; both are checked. `result.upgrading` says how.
 
+    - `blocks`: k, for blocks that are made; or `modules`: what `discover` found, for blocks along them.
     - `data`: batches that can be gone through again and again, as a `DataLoader`; (inputs, target) where there is a
       loss. Their order follows `seed` where it depends on PyTorch's random numbers.
     - `loss`: loss(output, target). None: no labels; the model learns to return what the dense one returns.
@@ -111,11 +118,12 @@ def upgrade(
     - `null`: "init" for what each layer was initialised from (`nulls.for_module`), one null, or a dict by parameter
       name. If the model was trained with weight decay pass the nulls `shrunk` by it.
     - `level`: the strictest level at which nothing is annealed away; larger ones keep everything too.
-    - `targets`, `ignore`: patterns of layer names. By default all linear layers that share hidden neurons with others:
-      MLPs, and feed-forward pairs of transformers. The last layer of a classifier is among them; ignore it if every
-      output may read every block.
-    - `partition`: which neuron goes to which block. "random"; "spread", which gives every block inputs of all kinds and
-      is better where an output reads one block only; or a `Partition`, for modules that were found in the network.
+    - `targets`, `ignore`: patterns of layer names. By default all layers that share hidden neurons with others: MLPs,
+      feed-forward pairs of transformers, stacks of convolutions (blocks of channels); and recurrent networks (blocks of
+      hidden units, each reading inputs of its own). The last layer of a classifier is among them; ignore it if every
+      output may read every block, and the first convolution if images have fewer channels than there are blocks.
+    - `partition`: which neuron goes to which block. "spread" gives every block inputs of all kinds; "random"; or a
+      `Partition`.
     - `checkpoint`: a folder for the state of the run; called again after an interruption, the run goes on from there
       to the result it would have had.
 
@@ -132,7 +140,8 @@ def upgrade(
     >>> small.upgrading.blocks, len(small.upgrading.history)
     (2, 40)
     """
-    _check(model, epochs, learning_rate, level)
+    made = partition if isinstance(partition, Partition) and blocks is None else None
+    _check(model, (blocks, modules, made), epochs, learning_rate, level)
     data = repeatable(data)
     with torch.random.fork_rng(devices=[]):  # whoever calls keeps their random numbers
         torch.manual_seed(seed)
@@ -141,12 +150,16 @@ def upgrade(
         dense, student = copy.deepcopy(model).eval(), copy.deepcopy(model).eval()
         if isinstance(partition, str):
             chains = find_chains(model, None if targets is None else _patterns(targets), _patterns(ignore), example)
-            partition = _partition(partition, dense, chains, blocks, data, seed)
-        elif partition.blocks != blocks:
+            if modules is not None:
+                partition = module_partition(modules, dense, chains, batch)
+            else:
+                partition = _partition(partition, dense, chains, blocks, data, seed)
+        elif blocks is not None and partition.blocks != blocks:
             raise InvalidOption(f"blocks: expected {partition.blocks}, as the partition has, got {blocks}")
+        blocks = partition.blocks
         initial = _initial(student)
-        chosen = {f"{name}.weight": _chosen(null, f"{name}.weight", initial) for name in partition.layers}
-        thresholds = {name: chosen[f"{name}.weight"].threshold(level) for name in partition.layers}
+        chosen = {parameter(name): _chosen(null, parameter(name), initial) for name in partition.layers}
+        thresholds = {name: chosen[parameter(name)].threshold(level) for name in partition.layers}
         balanced = balance_(student, trace(student, example), initial | chosen, lambda: call(student, batch))
         dense.load_state_dict(student.state_dict())  # the same function in the same units
         schedule = Schedule(epochs, learning_rate)
@@ -160,19 +173,21 @@ def upgrade(
             checkpoints = Checkpoints(checkpoint, said)
         if checkpoints is None or checkpoints.latest() is None:
             refit_(student, dense, partition, _some(data, partition.chains, blocks))
-        gates = {name: attach(_layer(student, name), partition.mask(name)) for name in partition.layers}
-        ends = [chain.layers[-1] for chain in partition.chains]
+        gates = {}
+        for name in partition.layers:
+            student, gates[name] = attach_(student, name, partition)
+        ends = [owner(chain.layers[-1])[0] for chain in partition.chains]
         history = train_(
             student, dense, gates, thresholds, ends, data, loss, metric, schedule, seed, checkpoints, progress
         )
     for name in partition.layers:
-        harden_(_layer(student, name))
-    clear_idle_(student, partition.layers)
+        student = harden_(student, name)
+    clear_idle_(student, partition.modules)
     strays = sum(_drop_strays_(student, *each) for each in zip(partition.chains, partition.labels, strict=True))
     _prove(student, partition, chosen, level)
     student.train(model.training)
     record = Upgrading(blocks, partition, chosen, level, thresholds, schedule, tuple(history), tuple(balanced), strays)
-    small: Any = in_blocks(student, partition.layers, example)
+    small: Any = in_blocks(student, partition.modules, example)
     small.reorganization.options["upgrade"] = record.to_json()
     small.upgrading = record
     return small
@@ -182,7 +197,9 @@ def _patterns(patterns: str | Sequence[str]) -> list[str]:
     return [patterns] if isinstance(patterns, str) else list(patterns)
 
 
-def _check(model: nn.Module, epochs: int, learning_rate: float, level: float) -> None:
+def _check(model: nn.Module, given: Sequence[Any], epochs: int, learning_rate: float, level: float) -> None:
+    if sum(one is not None for one in given) != 1:
+        raise InvalidOption("expected one of blocks=k, modules=what discover found, and a Partition")
     if not isinstance(model, nn.Module):
         raise InvalidOption(f"expected an nn.Module, got {type(model).__name__}")
     if hasattr(model, "reorganization"):
@@ -225,20 +242,30 @@ def _some(data: Any, chains: Sequence[Chain], blocks: int) -> list[Batch]:
 
 
 @torch.no_grad()
-def _partition(kind: str, model: nn.Module, chains: Sequence[Chain], blocks: int, data: Any, seed: int) -> Partition:
+def _partition(kind: str, model: nn.Module, chains: Sequence[Chain], blocks: Any, data: Any, seed: int) -> Partition:
     if kind == "random":
         return random_partition(chains, blocks, seed)
     if kind != "spread":
         raise InvalidOption(f'partition must be "random", "spread" or a Partition, got {kind!r}')
     some = _some(data, chains, blocks)
-    read = {c.layers[0]: torch.cat([seen(model, c.layers[0], b)[0].flatten(0, -2) for b in some]) for c in chains}
+    read = {c.layers[0]: torch.cat([_features(model, c.layers[0], b) for b in some]) for c in chains}
     return spread_partition(chains, blocks, read, seed)
+
+
+def _features(model: nn.Module, name: str, batch: Batch) -> Tensor:
+    """(rows, features) that a layer reads, some of them; the features of a convolution are its channels."""
+    module = owner(name)[0]
+    x = seen(model, module, batch)[0]
+    x = x.data if isinstance(x, PackedSequence) else x
+    by_features = isinstance(model.get_submodule(module), (nn.Linear, nn.RNNBase))
+    rows = (x if by_features else x.movedim(1, -1)).flatten(0, -2)
+    return rows[:: -(-len(rows) // _ROWS)]
 
 
 @torch.no_grad()
 def _drop_strays_(model: nn.Module, chain: Chain, labels: Mapping[str, np.ndarray]) -> int:
     """Set weights of fragments to zero: of the components with one label only the largest is the block."""
-    weights = {name: _layer(model, name).weight for name in chain.layers}
+    weights = {name: weight_of(model, name) for name in chain.layers}
     components = joint_components(chain, {name: weight.detach() for name, weight in weights.items()})
     component, label = (np.concatenate([side[group] for group in chain.sizes]) for side in (components, labels))
     sizes = np.bincount(component[component >= 0])
@@ -246,7 +273,8 @@ def _drop_strays_(model: nn.Module, chain: Chain, labels: Mapping[str, np.ndarra
                for b in range(int(label.max()) + 1)]  # fmt: skip
     dropped = 0
     for name, weight in weights.items():
-        stray = torch.from_numpy(~np.isin(components[chain.writes[name]], largest)).to(weight.device)
+        written = np.tile(components[chain.writes[name]], chain.tiling(name)[0])
+        stray = torch.from_numpy(~np.isin(written, largest)).to(weight.device)
         dropped += int(torch.count_nonzero(weight[stray]))
         weight[stray] = 0
     return dropped
@@ -257,8 +285,9 @@ def _prove(model: nn.Module, partition: Partition, chosen: Mapping[str, nulls.Nu
     for chain in partition.chains:
         kept = {}
         for name in chain.layers:
-            weight = _layer(model, name).weight.detach()
-            kept[name] = anneal(weight, chosen[f"{name}.weight"], level, None, None, "neyman", name).mask
+            weight = weight_of(model, name).detach()
+            mask = anneal(weight.flatten(1), chosen[parameter(name)], level, None, None, "neyman", name).mask
+            kept[name] = mask.view_as(weight)
             assert torch.equal(kept[name], weight != 0), f"{name}: annealing changes it"
         components = np.concatenate(list(joint_components(chain, kept).values()))
         if (found := int(components.max(initial=-1)) + 1) != partition.blocks:
@@ -274,9 +303,3 @@ def _fingerprint(partition: Partition) -> str:
         for name in sorted(labels):
             digest.update(np.ascontiguousarray(labels[name], np.int64).tobytes())
     return digest.hexdigest()
-
-
-def _layer(model: nn.Module, name: str) -> nn.Linear:
-    layer = model.get_submodule(name)
-    assert isinstance(layer, nn.Linear)
-    return layer
