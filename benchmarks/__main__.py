@@ -1,15 +1,19 @@
-"""`python -m benchmarks [part …]` runs the named parts, or all but those that take minutes and gigabytes of disk."""
+"""`python -m benchmarks [part …] [options of the last part]` runs the named parts, or all but those that take long."""
 
 import sys
+from functools import partial
+from itertools import takewhile
 
-from benchmarks import anneal, decompose, operators, recurrent, scale
+from benchmarks import anneal, decompose, fitted, operators, recurrent, scale, serving
 
 PARTS = {part.__name__.rpartition(".")[2]: part.main for part in (decompose, anneal, operators, recurrent, scale)}
-ONLY_WHEN_NAMED = {"scale"}
+WITH_OPTIONS = {"fitted": fitted.main, "serving": serving.main}
+ONLY_WHEN_NAMED = {"scale", "fitted", "serving"}
 
-names = sys.argv[1:] or [name for name in PARTS if name not in ONLY_WHEN_NAMED]
-unknown = [n for n in names if n not in PARTS]
+named = list(takewhile(lambda argument: not argument.startswith("-"), sys.argv[1:]))
+PARTS |= {name: partial(main, sys.argv[1 + len(named) :]) for name, main in WITH_OPTIONS.items()}
+unknown = [n for n in named if n not in PARTS]
 if unknown:
     sys.exit(f"unknown part {unknown[0]!r}; expected one of {', '.join(PARTS)}")
-for name in names:
+for name in named or [name for name in PARTS if name not in ONLY_WHEN_NAMED]:
     PARTS[name]()

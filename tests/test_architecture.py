@@ -30,19 +30,27 @@ ORDER = [
     "serving",
     "upgrading",
     "refitting",
+    "dispatch",
+    "exporting",
     "report",
+    "demo_minilm",
     "demo",
     "cli",
 ]
 ADAPTED_IN = {
-    "ray": {"analysis/ray_engine.py"},
-    "onnx": {"weights/onnx_file.py", "weights/onnx_wire.py"},
+    "peft": {"upgrading/lora.py"},
+    "ray": {"analysis/ray_engine.py", "serving/ray_engine.py", "serving/ray_service.py"},
+    "onnx": {"exporting.py", "weights/onnx_file.py", "weights/onnx_wire.py"},
+    "onnxruntime": {"exporting.py"},
+    "onnxscript": {"exporting.py"},
+    "google": {"serving/grpc_messages.py", "serving/grpc_service.py"},
+    "grpc": {"serving/grpc_service.py"},
     "gguf": {"weights/gguf_file.py"},
     "PIL": {"report/drawing.py"},
     "sklearn": {"demo.py"},
     "starlette": {"serving/app.py"},
     "transformers": {"reorganization/huggingface.py", "monitoring/huggingface.py"},
-    "uvicorn": {"serving/listening.py"},
+    "uvicorn": {"serving/http_server.py"},
 }
 
 

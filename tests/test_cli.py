@@ -41,7 +41,7 @@ def test_analyze_json(checkpoint, capsys):
     assert result["skipped"] == {"encoder.norm.weight": "norm"}
 
 
-@pytest.mark.parametrize("command", ["analyze", "reorganize", "demo"])
+@pytest.mark.parametrize("command", ["analyze", "reorganize", "export", "demo"])
 def test_help_shows_an_example(command, capsys):
     with pytest.raises(SystemExit) as stop:
         main([command, "--help"])
@@ -124,6 +124,61 @@ def test_reorganize_a_model_from_code(project, factory, capsys):
     assert_close(cx.load("again")(x), model(x))
 
 
+@pytest.fixture
+def calibration(project, tmp_path):
+    torch.manual_seed(1)
+    save_file({"inputs": torch.randn(400, 16)}, tmp_path / "inputs.safetensors")
+    return ["--weights", "weights.pt", "--calibration", "inputs.safetensors", "--out", "small"]
+
+
+def test_reorganize_fits_a_model_to_data(project, calibration, capsys):
+    name, model = project
+    assert main(["reorganize", f"{name}:build", "--budget", "0.5", "--polish-steps", "4", *calibration]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    assert "fitted to a budget of 50%" in captured.out
+    assert "polished for" in captured.out
+    assert "Saved in small." in captured.out
+    small, x = cx.load("small"), torch.randn(64, 16)
+    assert small.reorganization.options["budget"] == 0.5
+    assert cx.read_manifest("small")["metadata"]["calibration"] == "inputs.safetensors"
+    assert (small(x) - model(x)).norm() < 0.7 * model(x).norm()
+    # judged by the same command as any other result
+    save_file({"inputs": x}, "fresh.safetensors")
+    judged = ["validate", f"{name}:build", "small", "--weights", "weights.pt", "--data", "fresh.safetensors"]
+    assert main([*judged, "--max-relative-deviation", "5"]) == 0
+    assert cx.read_manifest("small")["verdict"]["passed"]
+    assert main(["serve", "small", "--plan"]) == 0
+
+
+def test_reorganize_within_a_tolerance(project, calibration, capsys):
+    chosen = ["--tolerance", "0.4", "--confidence", "0.9", "--json"]
+    assert main(["reorganize", f"{project[0]}:build", *chosen, *calibration]) == 0
+    assert "guaranteed with confidence 0.9" in json.loads(capsys.readouterr().out)["notes"][-1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--budget", "0.5", "--level", "0.1"], "level= belongs to exact reorganization, budget="),
+        (["--blocks", "2", "--as-it-is"], "level= belongs to exact"),
+        (["--budget", "0"], "budget: expected a share of multiply-adds above 0"),
+        (["--tolerance", "0.0001"], "cannot be shown with confidence 0.95"),
+        ([], "pass either budget= or blocks= or tolerance="),
+    ],
+)
+def test_reorganize_refuses_bad_ways_to_fit(project, calibration, arguments, message, capsys):
+    assert main(["reorganize", f"{project[0]}:build", *arguments, *calibration]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_reorganize_needs_data_to_fit(project, capsys):
+    assert main(["reorganize", f"{project[0]}:build", "--budget", "0.5", "--out", "small"]) == 2
+    assert "budget= needs calibration=" in capsys.readouterr().err
+    assert main(["reorganize", f"{project[0]}:build", "--calibration", "none.npz", "--out", "small"]) == 2
+    assert "none.npz: no such file" in capsys.readouterr().err
+
+
 def test_reorganize_says_when_there_is_nothing_to_save(project, tmp_path, capsys):
     arguments = ["--weights", "weights.pt", "--out", "small", "--ignore", "0", "--rule", "neyman", "--null", "init"]
     assert main(["reorganize", f"{project[0]}:build", *arguments]) == 1
@@ -187,12 +242,38 @@ def test_reorganize_a_transformers_folder(tmp_path, capsys):
         assert_close(again(**tokens)[0], small(**tokens)[0])
 
 
+def test_a_transformers_folder_is_fitted_validated_and_opened_again(tmp_path, capsys):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=60, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64,
+        max_position_embeddings=16, initializer_range=0.3,
+    )  # fmt: skip
+    source, out, data = (str(tmp_path / name) for name in ("bert", "small", "tokens.safetensors"))
+    transformers.BertModel(config).save_pretrained(source)
+    ids = torch.randint(1, 60, (200, 10))
+    save_file({"input_ids": ids, "attention_mask": torch.ones_like(ids)}, data)
+    assert main(["reorganize", source, "--budget", "0.6", "--calibration", data, "--out", out]) == 0
+    assert "fitted to a budget of 60%" in capsys.readouterr().out
+    assert main(["validate", source, out, "--data", data, "--max-relative-deviation", "5"]) == 0
+    small = transformers.AutoModel.from_pretrained(out).eval()
+    assert small.reorganization.fitted
+    assert small.encoder.layer[0].intermediate.dense.out_features < 64
+    with pytest.raises(cx.InvalidOption, match="dense weights are gone"):
+        cx.restore(small)
+
+
 def test_demo(tmp_path, capsys):
     assert main(["demo", "--out", str(tmp_path / "out")]) == 0
     out = capsys.readouterr().out
     assert "No exact block structure" in out
+    assert "fitted to a budget of 25%" in out
     assert "4 blocks in a chain of 4 subnetworks" in out
-    assert "PASSED on 500 samples" in out
+    assert out.count("PASSED on 500 samples") == 2
+    assert re.search(r"before +fitted +in-blocks\ntest accuracy", out)
     assert out.rstrip().endswith("report.html")
-    assert "Handwritten digits" in (tmp_path / "out" / "report.html").read_text()
-    assert cx.read_manifest(tmp_path / "out" / "digits-in-blocks")["verdict"]["passed"]
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "Handwritten digits" in page
+    assert "Quality and cost" in page
+    for name in ("fitted", "in-blocks"):
+        assert cx.read_manifest(tmp_path / "out" / f"digits-{name}")["verdict"]["passed"]

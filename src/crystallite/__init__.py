@@ -5,7 +5,9 @@ from crystallite.annealing import nulls
 from crystallite.annealing.anneal import Annealing, anneal
 from crystallite.artifact import LoadedBlock, attach_verdict, load, load_block, read_manifest, save, source_sha256
 from crystallite.discovery import Modules, discover
+from crystallite.dispatch import reorganize, restore
 from crystallite.errors import CheckpointError, CrystalliteError, InvalidMap, InvalidMatrix, InvalidOption
+from crystallite.exporting import Exported, export
 from crystallite.maps import Embedding, Permutation, Projection
 from crystallite.monitoring import StructureMonitor
 from crystallite.operators.chain import BlockChain
@@ -15,8 +17,6 @@ from crystallite.operators.feedforward import BlockFeedForward
 from crystallite.operators.linear import BlockLinear
 from crystallite.operators.recurrent import BlockRecurrent
 from crystallite.reorganization.huggingface import register_reader as _register_reader
-from crystallite.reorganization.restore import restore
-from crystallite.reorganization.rewrite import reorganize
 from crystallite.reorganization.subnetworks import Subnetworks, subnetworks
 from crystallite.reorganization.summary import summary
 from crystallite.report import Report, report
@@ -47,6 +47,7 @@ __all__ = [
     "DirectedProfile",
     "DirectedStructure",
     "Embedding",
+    "Exported",
     "InvalidMap",
     "InvalidMatrix",
     "InvalidOption",
@@ -69,6 +70,7 @@ __all__ = [
     "attach_verdict",
     "decompose",
     "discover",
+    "export",
     "hubs",
     "level_profile",
     "load",

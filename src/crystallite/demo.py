@@ -1,9 +1,10 @@
-"""`crystallite demo`: one real network from training to a validated, reorganized model and a report."""
+"""`crystallite demo`: one real network from training to validated, smaller models and a report."""
 
 from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from crystallite.analysis import analyze
 from crystallite.artifact import attach_verdict, save
+from crystallite.dispatch import reorganize
 from crystallite.errors import CrystalliteError
 from crystallite.reorganization.summary import summary
 from crystallite.report import report
@@ -22,12 +24,13 @@ from crystallite.validation import Verdict, sweep, validate
 
 __all__ = ["run"]
 
+_BUDGET = 0.25
 _BLOCKS = 4
 _WIDTH = 512  # wide enough for blocks to be faster
 
 
 def run(out: Path) -> None:
-    """Train, analyse, anneal, upgrade, validate, save and report; everything is written to `out`."""
+    """Train, analyse, anneal, fit, upgrade, validate, save, serve and report; everything is written to `out`."""
     out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
     train, held_out, test = _digits()
@@ -45,31 +48,39 @@ def run(out: Path) -> None:
     levels = sweep(dense, [held_out], [0.05, 0.01, 0.001], metric="accuracy", rule=["both", "neyman"], null="init")
     print(f"{levels}\n")
 
-    print(f"3. Trained on until it consists of {_BLOCKS} independent blocks, by the same tests\n")
+    print(f"3. Fitted to {_BUDGET:.0%} of its multiply-adds: no training, no labels\n")
+    fitted = reorganize(dense, budget=_BUDGET, calibration=train[0])
+    print(f"{summary(fitted)}\n")
+
+    print(f"4. Trained on until it consists of {_BLOCKS} independent blocks, by the same tests\n")
     loader = DataLoader(TensorDataset(*train), 64, shuffle=True)
     cross_entropy = nn.functional.cross_entropy
     small = upgrade(dense, blocks=_BLOCKS, data=loader, loss=cross_entropy, epochs=15, null="init", ignore="4")
     print(f"{summary(small)}\n")
 
-    print("4. Both on the same images, which neither has seen\n")
-    verdict = validate(
-        dense, small.eval(), list(zip(*(part.split(100) for part in test), strict=True)), "accuracy",
-        max_drop=0.03, min_agreement=0.9, max_relative_deviation=None, layers=False,
+    print("5. Each beside the original on the same images, which none has seen\n")
+    verdicts = {}
+    for name, model in (("fitted", fitted), ("in-blocks", small)):
+        verdicts[name] = validate(
+            dense, model.eval(), list(zip(*(part.split(100) for part in test), strict=True)), "accuracy",
+            max_drop=0.03, min_agreement=0.9, max_relative_deviation=None, layers=False,
+        )  # fmt: skip
+        print(f"{name}: {verdicts[name]}\n")
+        artifact = out / f"digits-{name}"
+        shutil.rmtree(artifact, ignore_errors=True)
+        save(model, artifact, source=dense)
+        attach_verdict(artifact, verdicts[name].to_json())
+        with Service.load(artifact) as service, torch.inference_mode():
+            served = torch.as_tensor(service.infer(test[0].numpy()))
+            difference = float((served - model(test[0])).abs().max())
+        print(f"Saved, and served once in process: answers differ by at most {difference:.0e} from the model's.\n")
+    page, verdict = out / "report.html", verdicts["in-blocks"]
+    report(
+        weights, page, reorganized=small, verdict=verdict, sweep=levels, front=_front(verdicts),
+        title="Handwritten digits", null="init",
     )  # fmt: skip
-    print(f"{verdict}\n")
-
-    artifact = out / "digits-in-blocks"
-    shutil.rmtree(artifact, ignore_errors=True)
-    save(small, artifact, source=dense)
-    attach_verdict(artifact, verdict.to_json())
-    with Service.load(artifact) as service, torch.inference_mode():
-        served = torch.as_tensor(service.infer(test[0].numpy()))
-        difference = float((served - small(test[0])).abs().max())
-    print(f"Saved, and served once in process: answers differ by at most {difference:.0e} from the model's.\n")
-    page = out / "report.html"
-    report(weights, page, reorganized=small, verdict=verdict, sweep=levels, title="Handwritten digits", null="init")
-    _table(verdict)
-    print(f"\nWritten: {weights}, {artifact}\nReport:  {page}")
+    _table(verdicts)
+    print(f"\nWritten: {weights}, {', '.join(str(out / f'digits-{name}') for name in verdicts)}\nReport:  {page}")
 
 
 def _digits() -> tuple[tuple[Tensor, Tensor], ...]:
@@ -97,15 +108,30 @@ def _fit(model: nn.Module, data: tuple[Tensor, Tensor], epochs: int = 20) -> Non
             optimizer.step()
 
 
-def _table(verdict: Verdict) -> None:
-    assert verdict.metric is not None
-    fastest = verdict.latency[0]
-    rows = [
-        ("test accuracy", *(f"{value:.1%}" for value in (verdict.metric.original, verdict.metric.reorganized))),
-        ("parameters", *(f"{value:,}" for value in verdict.parameters)),
-        ("multiply-adds", *(f"{value:,}" for value in verdict.macs)),
-        ("milliseconds", *(f"{1e3 * value:.2f}" for value in (fastest.original, fastest.reorganized))),
-    ]
-    print(f"{'':16}{'before':>14}{'after':>14}")
-    for name, before, after in rows:
-        print(f"{name:16}{before:>14}{after:>14}")
+def _front(verdicts: dict[str, Verdict]) -> list[dict[str, Any]]:
+    """Quality and cost of the original and of what was made of it."""
+    rows: list[dict[str, Any]] = []
+    for name, verdict in verdicts.items():
+        assert verdict.metric is not None
+        both = zip(verdict.macs, _pair(verdict.latency[0]), _pair(verdict.metric), strict=True)
+        original, reorganized = (
+            {"macs": macs, "latency_ms": 1e3 * seconds, "quality": quality} for macs, seconds, quality in both
+        )
+        rows += [] if rows else [{"name": "original", "family": "dense", **original}]
+        rows.append({"name": name, "family": name, **reorganized})
+    return rows
+
+
+def _table(verdicts: dict[str, Verdict]) -> None:
+    rows = _front(verdicts)
+    first = next(iter(verdicts.values()))
+    sizes = [first.parameters[0], *(verdict.parameters[1] for verdict in verdicts.values())]
+    print(f"{'':16}{'before':>14}" + "".join(f"{name:>14}" for name in verdicts))
+    print(f"{'test accuracy':16}" + "".join(f"{row['quality']:>14.1%}" for row in rows))
+    print(f"{'parameters':16}" + "".join(f"{size:>14,}" for size in sizes))
+    print(f"{'multiply-adds':16}" + "".join(f"{row['macs']:>14,}" for row in rows))
+    print(f"{'milliseconds':16}" + "".join(f"{row['latency_ms']:>14.2f}" for row in rows))
+
+
+def _pair(value: Any) -> tuple[float, float]:
+    return value.original, value.reorganized

@@ -1,5 +1,7 @@
 """Least squares from sums agrees with least squares from samples, whatever the batches."""
 
+import pickle
+
 import numpy as np
 import pytest
 import torch
@@ -134,13 +136,13 @@ def test_elimination_keeps_what_matters():
 
 
 def test_sums_take_the_same_room_however_many_samples():
-    sizes = []
-    for count in (1, 50):
-        found = Moments("layer")
-        for _ in range(count):
-            found.add(torch.randn(20, 6), torch.randn(20, 3))
-        sizes.append(sum(value.numel() for value in vars(found).values() if isinstance(value, torch.Tensor)))
-    assert sizes == [6 + 3 + 36 + 18 + 3] * 2
+    found, most = Moments("layer"), 0
+    for _ in range(400):
+        found.add(torch.randn(20, 6), torch.randn(20, 3))
+        most = max(most, len(pickle.dumps(found)))
+    assert found.means[0].shape == (6,)
+    assert len(pickle.dumps(found)) < 4000
+    assert most < 4 * 9 * 2500 + 50_000  # 2,048 rows wait at most
 
 
 def test_large_constant_activations_cost_no_digits():
@@ -155,3 +157,24 @@ def test_large_constant_activations_cost_no_digits():
 def test_nan_is_named():
     with pytest.raises(InvalidOption, match=r"encoder\.0: its activations .* NaN"):
         Moments("encoder.0").add(torch.tensor([[torch.nan]]), torch.zeros(1, 1))
+
+
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_a_layer_that_goes_on_as_it_is_needs_no_targets(with_bias):
+    """The same as with what it writes as its targets."""
+    x, _, held, _, own = problem()
+    bias = torch.arange(5.0, dtype=torch.float64) if with_bias else None
+    t, held_t = (rows @ own.T + (0 if bias is None else bias) for rows in (x, held))
+    expected = Regression.solve(moments(x, t), moments(held, held_t), own, with_bias, 0.01)
+    found = Regression.of_layer(moments(x, x[:, :0]), moments(held, held[:, :0]), own, bias, 0.01)
+    for name, value in vars(expected).items():
+        torch.testing.assert_close(torch.as_tensor(vars(found)[name]), torch.as_tensor(value), rtol=EXACT, atol=EXACT)
+    other = torch.randn_like(own)
+    assert found.error(other) == pytest.approx(expected.error(other), rel=EXACT)
+
+
+def test_the_error_of_a_layer_that_reads_little_needs_only_what_it_reads():
+    found = solved()
+    kept, weight = eliminate(found, [3])[3]
+    assert found.error(weight, kept) == pytest.approx(found.error(weight), rel=EXACT)
+    torch.testing.assert_close(weight[:, kept], found.restricted(kept).weight, rtol=EXACT, atol=EXACT)

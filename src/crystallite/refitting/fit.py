@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from crystallite.artifact import source_sha256
 from crystallite.discovery.calls import evaluating
 from crystallite.errors import InvalidOption
-from crystallite.refitting.allocation import Allocation, allocate
+from crystallite.refitting.allocation import Allocation, LayerCurve, NeuronCurve, allocate
 from crystallite.refitting.calibration import Calibration
 from crystallite.refitting.forms import Form, Shape
-from crystallite.refitting.groups import first_samples, hidden_neurons
+from crystallite.refitting.groups import Hidden, first_samples, hidden_neurons
+from crystallite.refitting.guarantee import cheapest, check_tolerance, sample_losses, set_aside
 from crystallite.refitting.jointly import fit_jointly
 from crystallite.refitting.partitions import best_cells
+from crystallite.refitting.polish import polish_
 from crystallite.refitting.probing import probe
 from crystallite.refitting.pruning import eliminate
 from crystallite.refitting.regression import Regression
@@ -31,6 +37,7 @@ from crystallite.reorganization.record import LayerChange, Reorganization
 from crystallite.reorganization.rewrite import replace_
 from crystallite.reorganization.units import Unit, change, find_units
 from crystallite.upgrading.blocks import in_blocks
+from crystallite.upgrading.checkpoint import Checkpoints
 from crystallite.validation.batches import check_repeatable, equal_up_to_rounding, run
 from crystallite.validation.outputs import tensors
 
@@ -44,21 +51,32 @@ def fit(
     budget: float | None = None,
     blocks: int | None = None,
     joint: bool = False,
+    tolerance: float | None = None,
+    confidence: float = 0.95,
+    risk: str = "deviation",
+    polish_steps: int = 0,
+    checkpoint: str | os.PathLike[str] | None = None,
     ridge: float = 0.01,
     seed: int = 0,
     targets: str | Sequence[str] = ("*",),
     ignore: str | Sequence[str] = (),
     progress: bool = False,
 ) -> nn.Module:
-    """A copy of the model whose linear layers are smaller operators that compute nearly the same, without training.
+    """A copy of the model whose linear layers are smaller operators that compute nearly the same.
 
     - `budget`: the share of the linear layers' multiply-adds to keep, between 0 and 1. Each layer becomes what does
       least damage: fewer hidden neurons, two layers of low rank, blocks, or it stays dense; all are ordinary small
       layers wherever possible. How much of a layer can go is judged by held-out samples.
     - `blocks`: instead of a budget, every layer as this many independent blocks.
     - `joint`: with `blocks`, one partition through consecutive layers, so that they split into subnetworks.
+    - `tolerance`: instead of a budget, the cheapest one whose risk is at most this with the given `confidence` on data
+      like the calibration data; refused where it cannot be shown. `risk`: "deviation", the mean of ‖y′ − y‖ / ‖y‖ (at
+      most 1) over samples, or "disagreement", the share of other decisions (argmax). See `refitting/guarantee.py`.
     - `calibration`: batches of inputs as for `validate`; a few times as many samples (or tokens) as the widest layer
       has inputs. The last fifth judges and is not fitted on. Targets are not used.
+    - `polish_steps`: so many steps of training inside the structure afterwards, to return what the dense model returns;
+      the best state by held-out error is kept. `checkpoint`: a folder for its state; called again after an
+      interruption, training goes on from there to the result it would have had.
     - `ridge`: how strongly weights are pulled to the original ones, relative to the mean variance of the inputs.
     - `targets`, `ignore`: a pattern of layer names, or several.
 
@@ -81,47 +99,52 @@ def fit(
     >>> torch.allclose(small(x), model(x), atol=1e-4)
     True
     """
-    targets, ignore = ([p] if isinstance(p, str) else list(p) for p in (targets, ignore))
-    _check(model, budget, blocks, joint, ridge)
-    dense = copy.deepcopy(model).eval()
-    units = {unit.name: unit for unit in find_units(dense, targets, ignore)}
-    linear = {name: unit for name, unit in units.items() if not unit.reason and unit.kind == "linear"}
-    if not linear:
-        raise InvalidOption(f"no linear layer that can be fitted matches targets {targets} and ignore {ignore}")
-    data = Calibration.read(calibration)
-    check_repeatable(dense, first_samples(data.fitted[0], 8), "the model")
-    itinerary = Itinerary.of(dense, list(linear), first_samples(data.fitted[0], 2))
-    reasons = dict.fromkeys(itinerary.several, "left alone: it runs several times in a call")
-    reasons |= dict.fromkeys(itinerary.never, "left alone: it does not run on the calibration data")
-    units = {name: replace(unit, reason=_reason(unit, reasons)) for name, unit in units.items()}
-    usable = {name: unit for name, unit in units.items() if not unit.reason}
-    if not usable:
-        raise InvalidOption(f"no linear layer can be fitted: {next(iter(reasons.values()))}")
-    session = Session(dense, usable, data, itinerary, ridge, seed)
-    options: dict[str, Any] = {"method": "fitted", "budget": budget, "blocks": blocks, "ridge": ridge, "seed": seed}
-    left = {name: unit for name, unit in units.items() if unit.reason}
-    if budget is not None:
-        result, changes, more = _in_budget(session, model, budget, progress)
+    _check(model, budget, blocks, joint, tolerance, ridge, polish_steps, checkpoint)
+    if tolerance is not None:
+        check_tolerance(tolerance, confidence, risk)
+    data, aside = Calibration.read(calibration), ()
+    if tolerance is not None:
+        data, aside = set_aside(data, seed)  # type: ignore[assignment]
+    work = _Fitting.of(model, data, ridge, seed, targets, ignore, progress)
+
+    def polished(result: nn.Module, name: str) -> nn.Module:
+        if polish_steps:
+            work.polish_(result, polish_steps, None if checkpoint is None else Path(checkpoint) / name)
+        return result
+
+    if blocks is not None:
+        result = polished(work.in_blocks(blocks, joint), f"blocks-{blocks}")
+    elif budget is not None:
+        result = polished(work.in_budget(budget), f"budget-{budget:g}")
     else:
-        assert blocks is not None
-        result, changes, more = _in_blocks(session, model, blocks, joint, progress)
-    with evaluating(result):
-        held_out = [damage(run(result, b), run(dense, b), b) for b in data.held_out]
-    options |= {**more, "held_out_error": sum(held_out) / len(held_out)}
-    changes |= {name: change(u, u.reason, u.macs, _size(u.module), u.kept_share, 1) for name, u in left.items()}
-    folds = getattr(getattr(result, "reorganization", None), "folds", [])
-    result.reorganization = Reorganization([changes[name] for name in units], folds, options)  # type: ignore[assignment]
-    write_config(result)
+        assert tolerance is not None
+
+        def candidate(share: float) -> nn.Module | None:
+            made = work.in_budget(share) if work.reaches(share) else None
+            return None if made is None else polished(made, f"budget-{share:g}")
+
+        def losses(made: nn.Module) -> np.ndarray:
+            with evaluating(made):
+                return sample_losses(made, work.session.dense, aside, risk)
+
+        result, guarantee = cheapest(candidate, losses, tolerance, confidence, risk)
+        _record(result).options["guarantee"] = {**guarantee.to_json(), "text": str(guarantee)}
+    write_config(result, model)
     return result
 
 
-def _check(model: nn.Module, budget: float | None, blocks: int | None, joint: bool, ridge: float) -> None:
+def _check(
+    model: nn.Module, budget: float | None, blocks: int | None, joint: bool, tolerance: float | None, ridge: float,
+    polish_steps: int, checkpoint: Any,
+) -> None:  # fmt: skip
     if not isinstance(model, nn.Module):
         raise InvalidOption(f"expected an nn.Module, got {type(model).__name__}")
     if hasattr(model, "reorganization"):
         raise InvalidOption("this model is reorganized already; pass the original")
-    if (budget is None) == (blocks is None):
-        raise InvalidOption(f"pass either budget= or blocks=, got budget={budget} and blocks={blocks}")
+    given = {"budget": budget, "blocks": blocks, "tolerance": tolerance}
+    if sum(value is not None for value in given.values()) != 1:
+        came = ", ".join(f"{name}={value}" for name, value in given.items() if value is not None) or "none of them"
+        raise InvalidOption(f"pass either budget= or blocks= or tolerance=, got {came}")
     if budget is not None and not 0 < budget <= 1:
         raise InvalidOption(f"budget: expected a share of multiply-adds above 0 and up to 1, got {budget!r}")
     if blocks is not None and (isinstance(blocks, bool) or not isinstance(blocks, int) or blocks < 2):
@@ -130,41 +153,177 @@ def _check(model: nn.Module, budget: float | None, blocks: int | None, joint: bo
         raise InvalidOption("joint=True needs blocks=: the number of subnetworks")
     if not ridge > 0:
         raise InvalidOption(f"ridge: expected a positive number, got {ridge!r}")
+    if isinstance(polish_steps, bool) or not isinstance(polish_steps, int) or polish_steps < 0:
+        raise InvalidOption(f"polish_steps: expected an integer of at least 0, got {polish_steps!r}")
+    if checkpoint is not None and not polish_steps:
+        raise InvalidOption("checkpoint= keeps the state of polishing: pass polish_steps= too")
 
 
-def _in_budget(
-    session: Session, model: nn.Module, budget: float, progress: bool
-) -> tuple[nn.Module, dict[str, LayerChange], dict[str, Any]]:
-    """The model within a budget, what its layers became, and what else is to be recorded."""
-    more = {}
-    try:
-        hidden = hidden_neurons(session.dense, session.units, first_samples(session.data.fitted[0], 2))
-    except Untraceable as error:
-        hidden, more = [], {"neurons_kept": str(error)}
-    allocation = allocate(*probe(session, hidden, progress), budget)
-    student = copy.deepcopy(session.dense)
-    forms = fit_layers_(session, student, _Chooser(session, allocation), progress)
-    rows = {w: forms[g.reader].kept for g in hidden for w in g.writers if forms[g.reader].kept is not None}
-    result, changes = copy.deepcopy(model), {}
-    for name, unit in session.units.items():
-        form = forms[name]
-        outputs, inputs = (
-            torch.arange(size) if kept is None else kept
-            for size, kept in zip(unit.matrix.shape, (rows.get(name), form.kept), strict=True)
-        )
-        old = result.get_submodule(name)
-        if (form.shape.rank or form.shape.cells) or (len(outputs), len(inputs)) != unit.matrix.shape:
-            operator = form.operator(outputs, inputs, old)
-            result = replace_(result, name, operator)
+@dataclass(frozen=True)
+class _Fitting:
+    """A model ready to be fitted, once or for several budgets: its layers and data are known."""
+
+    model: nn.Module
+    session: Session
+    left: dict[str, Unit]  # layers that are left alone
+    names: tuple[str, ...]  # of all layers, in the order of the model
+    progress: bool
+
+    @classmethod
+    def of(
+        cls, model: nn.Module, data: Calibration, ridge: float, seed: int, targets: str | Sequence[str],
+        ignore: str | Sequence[str], progress: bool,
+    ) -> _Fitting:  # fmt: skip
+        targets, ignore = ([p] if isinstance(p, str) else list(p) for p in (targets, ignore))
+        dense = copy.deepcopy(model).eval()
+        units = {unit.name: unit for unit in find_units(dense, targets, ignore)}
+        linear = {name: unit for name, unit in units.items() if not unit.reason and unit.kind == "linear"}
+        if not linear:
+            raise InvalidOption(f"no linear layer that can be fitted matches targets {targets} and ignore {ignore}")
+        check_repeatable(dense, first_samples(data.fitted[0], 8), "the model")
+        itinerary = Itinerary.of(dense, list(linear), first_samples(data.fitted[0], 2))
+        reasons = dict.fromkeys(itinerary.several, "left alone: it runs several times in a call")
+        reasons |= dict.fromkeys(itinerary.never, "left alone: it does not run on the calibration data")
+        units = {name: replace(unit, reason=_reason(unit, reasons)) for name, unit in units.items()}
+        usable = {name: unit for name, unit in units.items() if not unit.reason}
+        if not usable:
+            raise InvalidOption(f"no linear layer can be fitted: {next(iter(reasons.values()))}")
+        left = {name: unit for name, unit in units.items() if unit.reason}
+        return cls(model, Session(dense, usable, data, itinerary, ridge, seed), left, tuple(units), progress)
+
+    @cached_property
+    def hidden(self) -> tuple[list[Hidden], str]:
+        """Neurons that may go, and why there are none where the model cannot be followed."""
+        try:
+            example = first_samples(self.session.data.fitted[0], 2)
+            return hidden_neurons(self.session.dense, self.session.units, example), ""
+        except Untraceable as error:
+            return [], str(error)
+
+    @cached_property
+    def curves(self) -> tuple[dict[str, LayerCurve], list[NeuronCurve]]:
+        """Damage over size, probed once for all budgets."""
+        return probe(self.session, self.hidden[0], self.progress)
+
+    def reaches(self, budget: float) -> bool:
+        """Whether the layers can be made so small."""
+        try:
+            allocate(*self.curves, budget)
+        except InvalidOption:
+            return False
+        return True
+
+    def in_budget(self, budget: float) -> nn.Module:
+        """The model within a budget."""
+        session, (hidden, untraced) = self.session, self.hidden
+        allocation = allocate(*self.curves, budget)
+        student = copy.deepcopy(session.dense)
+        forms = fit_layers_(session, student, _Chooser(session, allocation), self.progress)
+        rows = {w: forms[g.reader].kept for g in hidden for w in g.writers if forms[g.reader].kept is not None}
+        embedded = {name for g in hidden if g.heads for name in (*g.writers, g.reader)}
+        result, changes = copy.deepcopy(self.model), {}
+        for name, unit in session.units.items():
+            form = forms[name]
+            outputs, inputs = (
+                torch.arange(size) if kept is None else kept
+                for size, kept in zip(unit.matrix.shape, (rows.get(name), form.kept), strict=True)
+            )
+            old = result.get_submodule(name)
+            if (form.shape.rank or form.shape.cells) or (len(outputs), len(inputs)) != unit.matrix.shape:
+                operator = form.operator(outputs, inputs, old, name in embedded)
+                result = replace_(result, name, operator)
+            else:
+                operator = old
+                set_layer_(old, form.weight, form.bias)
+            macs = sum(p.numel() for p in operator.parameters() if p.ndim > 1)
+            became = _became(form, (len(outputs), len(inputs)), unit)
+            blocks = max(len(form.shape.cells), 1)
+            changes[name] = change(unit, became, macs, _size(operator), macs / unit.macs, blocks)
+        _check_equal(result, student, session)
+        more: dict[str, Any] = {"budget": budget, "fragile": _fragile(allocation)}
+        if untraced:
+            more["neurons_kept"] = untraced
+        return self._recorded(result, changes, more)
+
+    def in_blocks(self, blocks: int, joint: bool) -> nn.Module:
+        """The model in blocks."""
+        session = self.session
+        example = first_samples(session.data.fitted[0], 2)
+        arguments: Any = dict(example.named) if example.named else example.positional
+        if joint:
+            forms = fit_jointly(session, blocks, arguments, self.progress)
         else:
-            operator = old
-            set_layer_(old, form.weight, form.bias)
-        macs = sum(p.numel() for p in operator.parameters() if p.ndim > 1)
-        became = _became(form, (len(outputs), len(inputs)), unit)
-        blocks = max(len(form.shape.cells), 1)
-        changes[name] = change(unit, became, macs, _size(operator), macs / unit.macs, blocks)
-    _check_equal(result, student, session)
-    return result, changes, more
+
+            def choose(name: str, regression: Regression, samples: int) -> Form:
+                outputs, inputs = regression.weight.shape
+                if min(outputs, inputs) < blocks or regression.constant:
+                    return form_of(regression, Shape())
+                session.check_samples(name, -(-inputs // blocks), samples)
+                return form_of(regression, Shape(0, best_cells(regression, blocks, session.seed)))
+
+            forms = fit_layers_(session, copy.deepcopy(session.dense), choose, self.progress)
+        student = copy.deepcopy(self.model)
+        for name, form in forms.items():
+            set_layer_(student.get_submodule(name), form.weight, form.bias)
+        cut = [name for name, form in forms.items() if form.shape.cells]
+        if not cut:
+            raise InvalidOption(f"no layer has the {blocks} outputs and inputs that {blocks} blocks need")
+        result = in_blocks(student, cut, arguments)
+        record = _record(result)
+        changes = {c.name: replace(c, became=f"{c.became}, error {forms[c.name].error:.2%}") for c in record.changes}
+        for name, unit in session.units.items():
+            if name not in changes:
+                size = (unit.matrix.shape[0], unit.matrix.shape[1])
+                became = _became(forms[name], size, unit) if name in forms else "dense: not joined with other layers"
+                changes[name] = change(unit, became, unit.macs, _size(unit.module), unit.kept_share, 1)
+        more = {"blocks": blocks, "joint": joint, **record.options}
+        return self._recorded(result, changes, more)
+
+    def _recorded(self, result: nn.Module, changes: dict[str, LayerChange], more: dict[str, Any]) -> nn.Module:
+        """The result with a record of what was done to it and what that costs."""
+        session = self.session
+        with evaluating(result):
+            held_out = [damage(run(result, b), run(session.dense, b), b) for b in session.data.held_out]
+        changes = changes | {
+            name: change(u, u.reason, u.macs, _size(u.module), u.kept_share, 1) for name, u in self.left.items()
+        }
+        options = {"method": "fitted", "ridge": session.ridge, "seed": session.seed, **more}
+        options["held_out_error"] = sum(held_out) / len(held_out)
+        folds = getattr(getattr(result, "reorganization", None), "folds", [])
+        result.reorganization = Reorganization([changes[n] for n in self.names], folds, options)  # type: ignore[assignment]
+        return result
+
+    def polish_(self, result: nn.Module, steps: int, folder: Path | None) -> None:
+        """Train the result inside its structure, and say so in its record."""
+        session, record = self.session, _record(result)
+        checkpoints = None
+        if folder is not None:
+            said = {"model": source_sha256(self.model), "steps": steps, "samples": [b.size for b in session.data.all]}
+            said |= {name: record.options.get(name) for name in ("budget", "blocks", "joint", "ridge", "seed")}
+            said["shapes"] = {name: list(p.shape) for name, p in result.named_parameters()}
+            checkpoints = Checkpoints(folder, said)
+        done = polish_(
+            result, session.dense, session.units, session.data, steps, session.seed, checkpoints, self.progress
+        )
+        record.options.update(polish=done.to_json(), held_out_error=done.after)
+
+
+def _record(result: nn.Module) -> Reorganization:
+    record: Any = result.reorganization
+    return record
+
+
+def _fragile(allocation: Allocation) -> dict[str, float]:
+    """Layers that stayed as they are, and the damage that half of their multiply-adds would have done; worst first."""
+    thinned = [curve.hidden for i, curve in enumerate(allocation.neurons) if allocation.chosen.get(i, 0)]
+    smaller = {name for hidden in thinned for name in (*hidden.writers, hidden.reader)}
+    found = {}
+    for name, curve in allocation.layers.items():
+        outputs, inputs = curve.size
+        halved = [d for shape, d in curve.options if shape.macs(outputs, inputs, curve.size) <= outputs * inputs / 2]
+        if not allocation.chosen.get(name, 0) and name not in smaller and halved:
+            found[name] = min(halved)
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
 class _Chooser:
@@ -204,46 +363,6 @@ def _spread(matrix: Tensor, columns: Tensor, size: int) -> Tensor:
     whole = matrix.new_zeros(len(matrix), size)
     whole[:, columns] = matrix
     return whole
-
-
-def _in_blocks(
-    session: Session, model: nn.Module, blocks: int, joint: bool, progress: bool
-) -> tuple[nn.Module, dict[str, LayerChange], dict[str, Any]]:
-    """The model in blocks, what its layers became, and what else is to be recorded."""
-    example = first_samples(session.data.fitted[0], 2)
-    arguments: Any = dict(example.named) if example.named else example.positional
-    if joint:
-        forms = fit_jointly(session, blocks, arguments, progress)
-    else:
-
-        def choose(name: str, regression: Regression, samples: int) -> Form:
-            outputs, inputs = regression.weight.shape
-            if min(outputs, inputs) < blocks or regression.constant:
-                return form_of(regression, Shape())
-            session.check_samples(name, -(-inputs // blocks), samples)
-            return form_of(regression, Shape(0, best_cells(regression, blocks, session.seed)))
-
-        forms = fit_layers_(session, copy.deepcopy(session.dense), choose, progress)
-    student = copy.deepcopy(model)
-    for name, form in forms.items():
-        set_layer_(student.get_submodule(name), form.weight, form.bias)
-    cut = [name for name, form in forms.items() if form.shape.cells]
-    if not cut:
-        raise InvalidOption(f"no layer has the {blocks} outputs and inputs that {blocks} blocks need")
-    result = in_blocks(student, cut, arguments)
-    record: Any = result.reorganization
-    changes = {
-        old.name: replace(old, became=f"{old.became}, error {forms[old.name].error:.2%}") for old in record.changes
-    }
-    for name, unit in session.units.items():
-        if name not in changes:
-            became = (
-                _became(forms[name], (unit.matrix.shape[0], unit.matrix.shape[1]), unit)
-                if name in forms
-                else ("dense: not joined with other layers")
-            )
-            changes[name] = change(unit, became, unit.macs, _size(unit.module), unit.kept_share, 1)
-    return result, changes, {"joint": joint, **record.options}
 
 
 def _became(form: Form, left: tuple[int, int], unit: Unit) -> str:

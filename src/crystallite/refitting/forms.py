@@ -51,29 +51,47 @@ class Form:
     down: Tensor | None = None  # (rank, inputs)
     kept: Tensor | None = None  # inputs that it reads; None: all
 
-    def operator(self, rows: Tensor, columns: Tensor, like: nn.Module) -> nn.Module:
-        """The module that computes it for some outputs and from some inputs, with the dtype and bias of another."""
-        own: Tensor = like.weight  # type: ignore[assignment]
-        bias = self.bias[rows].to(own) if getattr(like, "bias", None) is not None else None
-        if self.up is None or self.down is None:
-            if self.shape.cells:
-                return self._blocks(self.weight, rows, columns, bias, own)
-            return _linear(self.weight[rows][:, columns].to(own), bias)
-        up, down = self.up[rows].to(own), self.down[:, columns].to(own)
-        if not self.shape.cells:
-            return nn.Sequential(_linear(down, None), _linear(up, bias))
-        blocks = self._blocks(self.weight - self.up @ self.down, rows, columns, bias, own)
-        return CoupledLinear.from_parts(blocks, up, down)
+    def operator(self, rows: Tensor, columns: Tensor, like: nn.Module, embedded: bool = False) -> nn.Module:
+        """The module that computes it for some outputs and from some inputs, with the dtype and bias of another.
 
-    def _blocks(self, weight: Tensor, rows: Tensor, columns: Tensor, bias: Tensor | None, own: Tensor) -> BlockLinear:
+        embedded: it has all outputs and inputs all the same; the others are its bias, and not read.
+        """
+        own: Tensor = like.weight  # type: ignore[assignment]
+        bias = self.bias.to(own) if getattr(like, "bias", None) is not None else None
+        if self.shape.cells:
+            coupling = 0 if self.up is None or self.down is None else self.up @ self.down
+            blocks = self._blocks(self.weight - coupling, rows, columns, bias, own, embedded)
+            if self.up is None or self.down is None:
+                return blocks
+            up, down = (self.up, self.down) if embedded else (self.up[rows], self.down[:, columns])
+            return CoupledLinear.from_parts(blocks, up.to(own), down.to(own))
+        if self.up is None or self.down is None:
+            return _part(self.weight.to(own), bias, rows, columns, embedded)
+        ranks = torch.arange(self.shape.rank)
+        first = _part(self.down.to(own), None, ranks, columns, embedded)
+        return nn.Sequential(first, _part(self.up.to(own), bias, rows, ranks, embedded))
+
+    def _blocks(
+        self, weight: Tensor, rows: Tensor, columns: Tensor, bias: Tensor | None, own: Tensor, embedded: bool
+    ) -> BlockLinear:
         places = [np.full(n, -1) for n in weight.shape]
         for place, left in zip(places, (rows, columns), strict=True):
-            place[left.cpu().numpy()] = np.arange(len(left))
+            numbers = left.cpu().numpy()
+            place[numbers] = numbers if embedded else np.arange(len(left))
         cells = [
             tuple(p[side][p[side] >= 0] for p, side in zip(places, cell, strict=True)) for cell in self.shape.cells
         ]
         kept = [(r, c) for r, c in cells if len(r) and len(c)]
-        return BlockLinear.from_blocks(weight[rows][:, columns].to(own), bias, kept)
+        if not embedded:
+            weight, bias = weight[rows][:, columns], None if bias is None else bias[rows]
+        return BlockLinear.from_blocks(weight.to(own), bias, kept)
+
+
+def _part(weight: Tensor, bias: Tensor | None, rows: Tensor, columns: Tensor, embedded: bool) -> nn.Module:
+    """Some rows and columns of a layer, as a smaller one or in their places."""
+    if embedded and (len(rows), len(columns)) != weight.shape:
+        return BlockLinear.from_blocks(weight, bias, [(rows.cpu().numpy(), columns.cpu().numpy())])
+    return _linear(weight[rows][:, columns], None if bias is None else bias[rows])
 
 
 def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:

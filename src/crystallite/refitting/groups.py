@@ -9,32 +9,37 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from crystallite.reorganization.graph import trace
+from crystallite.reorganization.graph import Spaces, trace
 from crystallite.upgrading.partition import own_neurons
 from crystallite.validation.batches import Batch, equal_up_to_rounding, run
 from crystallite.validation.outputs import tensors
 
-__all__ = ["Hidden", "hidden_neurons"]
+__all__ = ["Hidden", "first_samples", "hidden_neurons", "turn_"]
 
 
 @dataclass(frozen=True)
 class Hidden:
-    """Neurons between linear layers: those that write them (two, if one is a gate) and the one that reads them."""
+    """Neurons between linear layers: those that write them (two, if one is a gate) and the one that reads them.
+
+    heads: of an attention between the layers, whose sizes must then stay as they are outwards; 0: none.
+    """
 
     writers: tuple[str, ...]
     reader: str
     size: int
+    heads: int = 0
 
 
 def hidden_neurons(model: nn.Module, names: Collection[str], batch: Batch) -> list[Hidden]:
     """The hidden neurons of some layers that each act on their own, by their reader in the order of the model.
 
     Found in the traced graph, and then tried: where the reader does not listen, what the writers say must not matter.
-    So neurons under a softmax or a norm are left alone. Raises `Untraceable` where the graph cannot be had.
+    So neurons under a softmax or a norm are left alone. The numbers that attention heads hand on from a value layer to
+    an output layer are neurons too. Raises `Untraceable` where the graph cannot be had.
 
     >>> net = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 8), nn.Softmax(-1), nn.Linear(8, 2))
     >>> hidden_neurons(net, {"0", "2", "4"}, Batch(0, 2, (torch.ones(2, 2),)))
-    [Hidden(writers=('0',), reader='2', size=8)]
+    [Hidden(writers=('0',), reader='2', size=8, heads=0)]
     """
     example: Any = dict(batch.named) if batch.named else batch.positional
     spaces = trace(model, example)
@@ -48,7 +53,7 @@ def hidden_neurons(model: nn.Module, names: Collection[str], batch: Batch) -> li
         hidden = Hidden(writers, readers[0], spaces.spaces[space].size)
         if hidden.reader not in writers and _on_their_own(model, hidden, batch):
             found.append(hidden)
-    return found
+    return found + _head_numbers(model, spaces, names, batch)
 
 
 @torch.no_grad()
@@ -68,6 +73,61 @@ def _on_their_own(model: nn.Module, hidden: Hidden, batch: Batch) -> bool:
     finally:
         for parameter, value in zip(changed, before, strict=True):
             parameter.copy_(value)
+
+
+def _head_numbers(model: nn.Module, spaces: Spaces, names: Collection[str], batch: Batch) -> list[Hidden]:
+    """For each attention, the numbers of its heads that one linear layer writes and another one reads.
+
+    Found in the traced graph, and then tried: it must make no difference if both layers turn each head's numbers into
+    others and back, as it does where attention only averages over them.
+    """
+    found = []
+    for reader in spaces.layers:
+        axis = reader.columns
+        if len(axis) != 1 or len(axis[0]) != 2 or reader.name not in names:
+            continue
+        heads, inner = axis[0]
+        writers = [layer.name for layer in spaces.layers if layer.rows == axis]
+        carriers = {layer.name for layer in spaces.layers for part in layer.rows + layer.columns if inner in part}
+        space = spaces.spaces[inner]
+        if space.within != (heads,) or space.fixed or len(writers) != 1 or carriers != {reader.name, writers[0]}:
+            continue
+        count = spaces.spaces[heads].size
+        hidden = Hidden((writers[0],), reader.name, count * space.size, count)
+        if writers[0] in names and _can_turn(model, hidden, batch):
+            found.append(hidden)
+    return found
+
+
+@torch.no_grad()
+def _can_turn(model: nn.Module, hidden: Hidden, batch: Batch) -> bool:
+    chance = torch.Generator().manual_seed(0)
+    drawn = torch.randn(hidden.heads, *[hidden.size // hidden.heads] * 2, generator=chance, dtype=torch.float64)
+    turn = torch.linalg.qr(drawn).Q
+    before = tensors(run(model, batch))
+    layers: list[Any] = [model.get_submodule(name) for name in (*hidden.writers, hidden.reader)]
+    kept = [[p.clone() for p in layer.parameters()] for layer in layers]
+    try:
+        turn_(model, hidden, turn, turn.mT)
+        after = tensors(run(model, batch))
+        return all(equal_up_to_rounding(after[path], value) for path, value in before.items())
+    finally:
+        for layer, values in zip(layers, kept, strict=True):
+            for parameter, value in zip(layer.parameters(), values, strict=True):
+                parameter.copy_(value)
+
+
+@torch.no_grad()
+def turn_(model: nn.Module, hidden: Hidden, forth: Tensor, back: Tensor) -> None:
+    """Let the writer hand on other numbers of each head, and the reader take them back: (heads, width, width) each."""
+    writer: Any = model.get_submodule(hidden.writers[0])
+    reader: Any = model.get_submodule(hidden.reader)
+    written, read = (m.weight if isinstance(m, nn.Linear) else m.weight.T for m in (writer, reader))
+    forth, back = forth.to(written.device), back.to(written.device)
+    written.copy_((forth @ written.double().unflatten(0, forth.shape[:2])).flatten(0, 1))
+    if writer.bias is not None:
+        writer.bias.copy_((forth @ writer.bias.double().view(*forth.shape[:2], 1)).flatten())
+    read.copy_(torch.einsum("ohw,hwv->ohv", read.double().unflatten(1, back.shape[:2]), back).flatten(1))
 
 
 def first_samples(batch: Batch, count: int) -> Batch:

@@ -14,6 +14,7 @@ from tqdm import tqdm
 from crystallite.refitting.allocation import LayerCurve, NeuronCurve, falling
 from crystallite.refitting.forms import Cells, Shape, approximate, low_rank_factors
 from crystallite.refitting.groups import Hidden
+from crystallite.refitting.heads import turn_heads_
 from crystallite.refitting.partitions import own_cells
 from crystallite.refitting.pruning import eliminate
 from crystallite.refitting.regression import Regression
@@ -28,7 +29,7 @@ _STEPS = 16  # sizes of each family
 _SAMPLES = 64  # held-out samples on which the damage at the outputs is measured
 _PROBED = 0.05  # error of the layer at which it is measured
 _BLOCKS = (2, 4, 8)
-_PROMISING = 1.5  # a coupling is tried beside blocks that have at most this times the error of a low rank as dear
+_PROMISING = 1.5  # blocks with more than this times the error of a low rank as dear are not looked at further
 
 Factors = tuple[Tensor, Tensor]  # (outputs, ranks) and (ranks, inputs), best first
 
@@ -36,12 +37,13 @@ Factors = tuple[Tensor, Tensor]  # (outputs, ranks) and (ranks, inputs), best fi
 def probe(
     session: Session, hidden: Sequence[Hidden], progress: bool
 ) -> tuple[dict[str, LayerCurve], list[NeuronCurve]]:
-    """Curves for every layer and every group of hidden neurons.
+    """Curves for every layer and every group of hidden neurons; attention heads of the dense model are turned before.
 
     A layer's own error at each size is known in closed form; what an error of it does to the model's outputs is
     measured once, on held-out samples. Their product is the expected damage. Cost: one run of the model over the data,
     and for each layer a run from it to the end on 64 samples.
     """
+    turn_heads_(session, hidden)
     layers: dict[str, LayerCurve] = {}
     neurons: dict[str, NeuronCurve] = {}
     readers = {group.reader: group for group in hidden}
@@ -54,7 +56,7 @@ def probe(
         for number, (seen, returned) in enumerate(session.seen(session.dense, stretch, handed, names)):
             following.append(returned)
             for stage in moments:
-                stage.add(number, seen, {name: seen[name].outputs for name in stage.names})
+                stage.add(number, seen)
         while moments:
             stage = moments.pop(0)  # its products are large
             for name, regression in stage.regressions().items():
@@ -86,10 +88,7 @@ def _layer_options(regression: Regression, factors: Factors, seed: int, own: Ten
     """Shapes of fewer multiply-adds than the dense layer has, each with the layer's held-out error."""
     weight, metric = regression.weight, regression.metric
     outputs, inputs = weight.shape
-    errors, even = (
-        regression.rank_errors(*factors),
-        outputs * inputs / (outputs + inputs),
-    )  # the rank that saves nothing
+    errors, even = regression.rank_errors(*factors), outputs * inputs / (outputs + inputs)  # a rank that saves nothing
     ranks = [r for r in _sizes(even) if r <= len(errors)]
     found = [(Shape(rank), error) for rank, error in falling([(r, errors[r - 1]) for r in ranks])]
 
@@ -104,8 +103,9 @@ def _layer_options(regression: Regression, factors: Factors, seed: int, own: Ten
     for blocks in _BLOCKS:
         if min(outputs, inputs) >= 8 * blocks:
             cells, as_dear = _any_cells(outputs, inputs, blocks, seed), max(1, int(even / blocks))
-            if add(Shape(0, cells, draft=True)) < _PROMISING * errors[as_dear - 1]:
-                add(Shape(max(1, as_dear // 2), cells, draft=True))
+            if add(Shape(0, cells, draft=True)) >= _PROMISING * errors[as_dear - 1]:
+                break
+            add(Shape(max(1, as_dear // 2), cells, draft=True))
     return found
 
 
@@ -119,7 +119,7 @@ def _any_cells(outputs: int, inputs: int, blocks: int, seed: int) -> Cells:
 def _neuron_options(regression: Regression, size: int) -> list[tuple[int, float]]:
     """How many neurons may be kept, each with the reader's held-out error; all of them first."""
     found = eliminate(regression, _sizes(size))
-    return falling([(size, 0.0), *((count, regression.error(weight)) for count, (_, weight) in found.items())])
+    return falling([(size, 0.0), *((count, regression.error(weight, kept)) for count, (kept, weight) in found.items())])
 
 
 class _Probe:

@@ -27,21 +27,21 @@ def eliminate(regression: Regression, sizes: Sequence[int]) -> dict[int, tuple[T
     >>> 1 in kept.tolist(), int((weight != 0).sum())
     (True, 2)
     """
-    weight, count = regression.weight.clone(), len(regression.metric)
-    root = torch.linalg.cholesky(regression.metric)
-    half = torch.linalg.solve_triangular(root, torch.eye(count).to(root), upper=False)
-    inverse = half.T @ half
-    alive = torch.ones(count, dtype=torch.bool, device=inverse.device)
-    left, found = count, dict[int, tuple[Tensor, Tensor]]()
+    weight, count = regression.weight, len(regression.metric)
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(regression.metric))
+    alive = torch.arange(count, device=inverse.device)
+    found = dict[int, tuple[Tensor, Tensor]]()
     for size in sorted(set(sizes), reverse=True):
-        while left > size:
-            cost = ((weight**2).sum(0) / inverse.diagonal()).where(alive, torch.inf)
-            gone = cost.argsort(stable=True)[: min(max(1, int(count * _PORTION)), left - size)]
-            side = torch.linalg.solve(inverse[gone][:, gone], inverse[gone])  # (gone, inputs)
-            weight -= weight[:, gone] @ side
-            inverse -= inverse[:, gone] @ side
-            alive[gone] = False
-            weight[:, ~alive] = 0  # exactly: rounding must not bring them back
-            left -= len(gone)
-        found[size] = alive.nonzero()[:, 0], weight.clone()
+        while len(alive) > size:
+            cost = (weight**2).sum(0) / inverse.diagonal()
+            order = cost.argsort(stable=True)
+            portion = min(max(1, int(count * _PORTION)), len(alive) - size)
+            gone, left = order[:portion], order[portion:].sort().values
+            side = torch.linalg.solve(inverse[gone][:, gone], inverse[gone][:, left])  # (gone, left)
+            weight = weight[:, left] - weight[:, gone] @ side
+            inverse = inverse[left][:, left].addmm_(inverse[left][:, gone], side, alpha=-1)
+            alive = alive[left]
+        whole = torch.zeros_like(regression.weight)
+        whole[:, alive] = weight
+        found[size] = alive, whole
     return found

@@ -12,13 +12,15 @@ from crystallite.errors import InvalidOption
 __all__ = ["Moments", "Regression"]
 
 _SUMS = ("x", "t", "xx", "xt", "tt")
+_ROWS = 2048  # that wait until their products are taken: large products are quicker, and float64 is added to rarely
 
 
 class Moments:
     """Sums over samples of what layers read (x) and should write (t), which is all that least squares needs.
 
-    Products of a batch are taken in the dtype of the activations and summed in float64, around the first batch's mean,
-    so that large constant activations cost no digits. O(inputs² + inputs · outputs), however many samples.
+    Products of some thousand rows are taken in the dtype of the activations and summed in float64, around the first
+    batch's mean, so that large constant activations cost no digits. O(inputs² + inputs · outputs) for any number of
+    samples.
     """
 
     def __init__(self, name: str, around: Moments | None = None) -> None:
@@ -26,6 +28,7 @@ class Moments:
         self.name, self.samples = name, 0
         self.origin: tuple[Tensor, Tensor] | None = None if around is None else around.origin
         self.x = self.t = self.xx = self.xt = self.tt = torch.zeros((), dtype=torch.float64)
+        self._waiting: list[tuple[Tensor, Tensor]] = []
 
     def add(self, x: Tensor, t: Tensor) -> None:
         """Take in some rows: x (rows, inputs), t (rows, outputs)."""
@@ -38,14 +41,24 @@ class Moments:
         x, t = x.to(dtype), t.to(dtype)
         if self.origin is None:
             self.origin = x.mean(0), t.mean(0)
-        x, t = x - self.origin[0], t - self.origin[1]
         self.samples += len(x)
+        self._waiting.append((x - self.origin[0], t - self.origin[1]))
+        if sum(len(part) for part, _ in self._waiting) >= _ROWS:
+            self._sum()
+
+    def _sum(self) -> None:
+        """Take the products of what waits."""
+        if not self._waiting:
+            return
+        x, t = (torch.cat(parts) for parts in zip(*self._waiting, strict=True))
+        self._waiting.clear()
         for name, value in zip(_SUMS, (x.sum(0), t.sum(0), x.T @ x, x.T @ t, (t * t).sum(0)), strict=True):
             setattr(self, name, getattr(self, name).to(x.device) + value)
 
     def part(self, name: str, outputs: slice) -> Moments:
         """The same for some of the outputs."""
         assert self.origin is not None
+        self._sum()
         found = Moments(name)
         found.samples, found.origin = self.samples, (self.origin[0], self.origin[1][outputs])
         found.x, found.xx = self.x, self.xx
@@ -55,14 +68,17 @@ class Moments:
     def around(self, x: Tensor, t: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Σ xxᵀ, Σ xtᵀ and Σ t² of deviations from a point."""
         assert self.origin is not None
+        self._sum()
         dx, dt = x - self.origin[0].double(), t - self.origin[1].double()
-        xx = self.xx - torch.outer(self.x, dx) - torch.outer(dx, self.x) + self.samples * torch.outer(dx, dx)
-        xt = self.xt - torch.outer(self.x, dt) - torch.outer(dx, self.t) + self.samples * torch.outer(dx, dt)
+        moved = self.samples * dx - self.x
+        xx = torch.addr(self.xx, dx, moved).addr_(self.x, dx, alpha=-1)
+        xt = torch.addr(self.xt, moved, dt).addr_(dx, self.t, alpha=-1)
         return xx, xt, self.tt - 2 * dt * self.t + self.samples * dt**2
 
     @property
     def means(self) -> tuple[Tensor, Tensor]:
         assert self.origin is not None
+        self._sum()
         return self.origin[0].double() + self.x / self.samples, self.origin[1].double() + self.t / self.samples
 
 
@@ -98,13 +114,32 @@ class Regression:
         if not with_bias:  # nothing may be added to the outputs, so means are part of what is to be explained
             mean_x, mean_t = torch.zeros_like(mean_x), torch.zeros_like(mean_t)
         gram, cross, _ = fitted.around(mean_x, mean_t)
-        strength = (ridge * gram.diagonal().mean()).clamp_min(torch.finfo(torch.float32).tiny)
-        metric = gram + strength * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
+        metric = _with_ridge(gram, ridge)
         # only what the layer's own weight leaves over is solved for: a layer that fits already stays as it is
         weight = own + torch.cholesky_solve(cross - gram @ own.T, _cholesky(metric, fitted.name)).T
         xx, xt, tt = held_out.around(mean_x, mean_t)
-        variance = float(held_out.around(*held_out.means)[2].sum())
+        variance = float((held_out.tt - held_out.t**2 / held_out.samples).sum().clamp_min(0))
         return cls(weight, metric, mean_x, mean_t, xx, xt, float(tt.sum()), variance)
+
+    @classmethod
+    def of_layer(cls, fitted: Moments, held_out: Moments, own: Tensor, bias: Tensor | None, ridge: float) -> Regression:
+        """The same for a layer that shall go on writing what it writes: its targets need not be looked at.
+
+        >>> x = torch.randn(50, 3)
+        >>> both = Moments("a"); both.add(x, x[:, :0])
+        >>> found = Regression.of_layer(both, both, torch.eye(3), torch.ones(3), 0.01)
+        >>> found.error(found.weight), found.bias(found.weight).tolist()
+        (0.0, [1.0, 1.0, 1.0])
+        """
+        own = own.double()
+        mean_x, none = fitted.means
+        mean_x = torch.zeros_like(mean_x) if bias is None else mean_x
+        xx, _, _ = held_out.around(mean_x, none)
+        xt, mean_t = xx @ own.T, own @ mean_x
+        written, between = float((own.T * xt).sum()), own @ (held_out.means[0] - mean_x)
+        variance = max(written - held_out.samples * float((between**2).sum()), 0.0)
+        metric = _with_ridge(fitted.around(mean_x, none)[0], ridge)
+        return cls(own, metric, mean_x, mean_t if bias is None else mean_t + bias.double(), xx, xt, written, variance)
 
     @property
     def constant(self) -> bool:
@@ -115,9 +150,15 @@ class Regression:
         """(outputs,) what goes best with a weight; zeros for a layer that has none."""
         return self.mean_t - weight @ self.mean_x
 
-    def error(self, weight: Tensor) -> float:
-        """Share of the outputs' variance on held-out samples that a layer with this weight gets wrong."""
-        return self._share(float(((weight @ self.held_xx) * weight).sum() - 2 * (weight * self.held_xt.T).sum()))
+    def error(self, weight: Tensor, columns: Tensor | None = None) -> float:
+        """Share of the outputs' variance on held-out samples that a layer with this weight gets wrong.
+
+        columns: all that it reads, where these are few.
+        """
+        xx, xt = self.held_xx, self.held_xt
+        if columns is not None:
+            weight, xx, xt = weight[:, columns], xx[columns][:, columns], xt[columns]
+        return self._share(float(((weight @ xx) * weight).sum() - 2 * (weight * xt.T).sum()))
 
     def rank_errors(self, up: Tensor, down: Tensor) -> list[float]:
         """`error` of up[:, :r] @ down[:r] for r = 1, 2, …; the columns of `up` are orthonormal."""
@@ -138,6 +179,12 @@ class Regression:
 
     def _share(self, products: float) -> float:
         return max(self.held_tt + products, 0.0) / max(self.variance, torch.finfo(torch.float64).tiny)
+
+
+def _with_ridge(gram: Tensor, ridge: float) -> Tensor:
+    metric = gram.clone()
+    metric.diagonal().add_((ridge * gram.diagonal().mean()).clamp_min(torch.finfo(torch.float32).tiny))
+    return metric
 
 
 def _cholesky(metric: Tensor, name: str) -> Tensor:

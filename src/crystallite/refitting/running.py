@@ -25,7 +25,7 @@ class Seen:
     """Rows that a layer read and wrote, and what the model then added to what it wrote."""
 
     inputs: Tensor  # (rows, in_features)
-    outputs: Tensor  # (rows, out_features)
+    outputs: Tensor  # (rows, out_features); nothing of a layer that the run ended before
     residual: Tensor | None  # (rows, out_features); None: nothing was added
 
 
@@ -168,7 +168,7 @@ def observe(
     """What the named layers of a stretch read and write, and what is then added to it; and what the station returns.
 
     handed: what the station before returned on this batch; rows: those to keep, by the shape of positions; until: a
-    layer before which the run may end, and then nothing is returned for the station.
+    layer before which the run ends, and then nothing is returned for the station. What it reads is seen too.
     """
     found: dict[str, list[Any]] = {}
     returned: Any = None
@@ -188,16 +188,21 @@ def observe(
 
         return hook
 
-    def arrive(module: nn.Module, inputs: Any, output: Any = None) -> None:
+    def arrive(module: nn.Module, inputs: Any, output: Any) -> None:
         nonlocal returned
         returned = output
+        raise _Arrived
+
+    def arrive_before(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        read = kept(inputs[0])
+        found[str(until)] = [read, read[:, :0], None]
         raise _Arrived
 
     with ExitStack() as stack:
         for name in names:
             stack.callback(model.get_submodule(name).register_forward_hook(done(name)).remove)
         if until is not None:
-            stack.callback(model.get_submodule(until).register_forward_pre_hook(arrive).remove)
+            stack.callback(model.get_submodule(until).register_forward_pre_hook(arrive_before).remove)
         elif stretch < len(itinerary.stations):
             station = model.get_submodule(itinerary.stations[stretch])
             stack.callback(station.register_forward_hook(arrive).remove)
@@ -208,7 +213,7 @@ def observe(
     missing = [name for name in names if name not in found]
     if missing:
         raise InvalidOption(f"{missing[0]}: runs on some batches of the calibration only; name it in ignore=")
-    return {name: Seen(*found[name]) for name in names}, returned
+    return {name: Seen(*one) for name, one in found.items()}, returned
 
 
 def outputs_of(model: nn.Module, batch: Batch, itinerary: Itinerary, stretch: int, handed: Any) -> Any:

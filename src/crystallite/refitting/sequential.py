@@ -26,7 +26,7 @@ def fit_layers_(
     dense model writes, from what the layers before it leave; where its output is added to a residual stream, it also
     makes good for what that stream has lost. Layers keep their size: what they do not use is zero.
 
-    Cost: one run of the dense model, one of the copy, and for each stage a run of the copy's stretch. Memory: what the
+    Cost: two runs of the model, and for each stage a run of the copy's stretch up to it. Memory: what the
     layers of one stretch write on the rows fitted on, and one value handed on for each batch, twice.
     """
     forms: dict[str, Form] = {}
@@ -39,9 +39,10 @@ def fit_layers_(
             dense_next.append(returned)
         for i, stage in enumerate(stages):
             moments = StageMoments(session, stage)
-            until = stages[i + 1][0] if i + 1 < len(stages) else None
-            for number, (found, _) in enumerate(session.seen(model, stretch, handed, stage, until)):
-                moments.add(number, found, {name: _target(*targets[number][name], found[name]) for name in stage})
+            adds = [name for name in stage if targets[0][name][1] is not None]  # to a stream: see what has become of it
+            until = stage[0] if not adds else stages[i + 1][0] if i + 1 < len(stages) else None
+            for number, (found, _) in enumerate(session.seen(model, stretch, handed, stage if adds else (), until)):
+                moments.add(number, found, {name: _target(*targets[number][name], found.get(name)) for name in stage})
             for name, regression in moments.regressions().items():
                 forms[name] = choose(name, regression, moments.fitted.samples)
                 set_layer_(model.get_submodule(name), forms[name].weight, forms[name].bias)
@@ -49,8 +50,8 @@ def fit_layers_(
     return forms
 
 
-def _target(outputs: Tensor, residual: Tensor | None, found: Seen) -> Tensor:
-    if residual is None or found.residual is None:
+def _target(outputs: Tensor, residual: Tensor | None, found: Seen | None) -> Tensor:
+    if residual is None or found is None or found.residual is None:
         return outputs
     return outputs + (residual - found.residual)
 

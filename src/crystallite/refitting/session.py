@@ -63,6 +63,8 @@ class Session:
         unit = self.units[name]
         if not fitted.samples or not held_out.samples:
             raise InvalidOption(f"{name}: no sample of the calibration data reaches it; pass more")
+        if not len(fitted.t):  # no targets: what the layer writes itself
+            return Regression.of_layer(fitted, held_out, unit.matrix, unit.bias, self.ridge)
         return Regression.solve(fitted, held_out, unit.matrix, unit.bias is not None, self.ridge)
 
     def check_samples(self, name: str, inputs: int, samples: int) -> None:
@@ -81,13 +83,13 @@ class StageMoments:
         self.session, self.names = session, tuple(names)
         self.fitted, self.held_out = Moments(names[0]), Moments(names[0])
 
-    def add(self, number: int, seen: dict[str, Seen], targets: dict[str, Tensor]) -> None:
-        """Take in batch number `number`: what the layers read, and what they should write."""
-        x, t = seen[self.names[0]].inputs, torch.cat([targets[name] for name in self.names], 1)
+    def add(self, number: int, seen: dict[str, Seen], targets: dict[str, Tensor] | None = None) -> None:
+        """Take in batch number `number`: what the layers read, and what they should write; None: what they do write."""
+        x = seen[self.names[0]].inputs
         part = self.fitted if number < len(self.session.data.fitted) else self.held_out
         if part is self.held_out and part.origin is None:
             part.origin = self.fitted.origin
-        part.add(x, t)
+        part.add(x, x[:, :0] if targets is None else torch.cat([targets[name] for name in self.names], 1))
 
     def regressions(self) -> dict[str, Regression]:
         """For each layer."""

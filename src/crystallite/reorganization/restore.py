@@ -50,9 +50,10 @@ def restore(model: nn.Module) -> nn.Module:
     """A copy of a reorganized model with every block operator replaced by the dense layers it stands for.
 
     Weights are those of the original after annealing, bit for bit, in their places and under their names. A module
-    that was replaced as a whole (a feed-forward pair) comes back as a `DenseFeedForward` of the same layers.
+    that was replaced as a whole (a feed-forward pair) comes back as a `DenseFeedForward` of the same layers. For a
+    fitted model this is its own dense form, with the neurons and ranks it was given; `cx.restore` refuses it.
 
-    >>> from crystallite import reorganize
+    >>> from crystallite.reorganization.rewrite import reorganize
     >>> import torch
     >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
     >>> with torch.no_grad():

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
-from crystallite.errors import InvalidOption
+from crystallite.errors import CheckpointError, InvalidOption
 from crystallite.operators.chain import BlockChain
 from crystallite.operators.conv import BlockConv
 from crystallite.operators.feedforward import BlockFeedForward
@@ -16,15 +17,17 @@ from crystallite.reorganization.record import LayerChange, Reorganization
 
 __all__ = ["Summary", "summary"]
 
+_SHOWN_FRAGILE = 3
 _MOVING = ("columns", "inputs", "outputs", "shuffle")  # index tables that are applied at run time
 
 
 @dataclass(frozen=True)
 class Summary:
-    """One row per layer that was considered, the totals, and how neurons find their places."""
+    """One row per layer that was considered, the totals, how neurons find their places, and notes on a fitted model."""
 
     changes: list[LayerChange]
     order: str = ""  # of hidden neurons: how much of it lies in the weights, how much is moved at run time
+    notes: tuple[str, ...] = ()  # of a fitted model: what was asked for, what it cost, what was protected and promised
 
     @property
     def macs(self) -> tuple[int, int]:
@@ -47,6 +50,7 @@ class Summary:
             "macs": list(self.macs),
             "parameters": list(self.parameters),
             "order": self.order,
+            "notes": list(self.notes),
         }
 
     def table(self, width: int = 100) -> str:
@@ -66,7 +70,7 @@ class Summary:
     def __repr__(self) -> str:
         (m0, m1), (p0, p1) = self.macs, self.parameters
         total = f"multiply-adds {m0:,} → {m1:,} ({m1 / max(m0, 1):.0%}), parameters {p0:,} → {p1:,}"
-        return "\n".join([self.table(), "", total, *([self.order] if self.order else [])])
+        return "\n".join([self.table(), "", total, *([self.order] if self.order else []), *self.notes])
 
 
 def summary(model: nn.Module) -> Summary:
@@ -79,7 +83,11 @@ def summary(model: nn.Module) -> Summary:
     record = getattr(model, "reorganization", None)
     if not isinstance(record, Reorganization):
         raise InvalidOption("this model was not made by reorganize; pass its result")
-    return Summary(record.changes, _order(model, record))
+    try:
+        notes = tuple(_notes(record)) if record.fitted else ()
+    except (AttributeError, LookupError, TypeError, ValueError) as error:  # it may have been read from a file
+        raise CheckpointError(f"reorganization: expected the options of a fitted model, got {error!s:.200}") from None
+    return Summary(record.changes, _order(model, record), notes)
 
 
 def _order(model: nn.Module, record: Reorganization) -> str:
@@ -90,6 +98,24 @@ def _order(model: nn.Module, record: Reorganization) -> str:
     text = f"orders of neurons: {len(record.folds)} folded into the weights, {moved} moved at run time"
     reason = record.options.get("not_folded")
     return f"{text} (not folded: {reason})" if reason else text
+
+
+def _notes(record: Reorganization) -> Iterator[str]:
+    """Sentences on a fitted model, from its options."""
+    options: dict[str, Any] = {name: value for name, value in record.options.items() if value is not None}
+    error = options.get("held_out_error", float("nan"))
+    asked = f"{options['blocks']} blocks" if "blocks" in options else f"a budget of {options.get('budget', 1):.0%}"
+    yield f"fitted to {asked}: error of the outputs {error:.2%} of their variance, on samples not fitted on"
+    if fragile := options.get("fragile"):
+        shown = ", ".join(f"{name or '(model)'} ({damage:.2g})" for name, damage in [*fragile.items()][:_SHOWN_FRAGILE])
+        more = f" and {len(fragile) - _SHOWN_FRAGILE} more" if len(fragile) > _SHOWN_FRAGILE else ""
+        yield f"kept dense, with the error that cutting them by half would cause: {shown}{more}"
+    if reason := options.get("neurons_kept"):
+        yield f"no hidden neurons were taken out: {reason}"
+    if polish := options.get("polish"):
+        yield f"polished for {polish['steps']} steps: error {polish['before']:.2%} → {polish['after']:.2%}"
+    if guarantee := options.get("guarantee"):
+        yield str(guarantee["text"])
 
 
 def _end(text: str, width: int) -> str:

@@ -34,6 +34,12 @@ def next_steps(analysis: Analysis) -> list[tuple[str, str]]:
     if "separate" not in found:
         steps.append(
             (
+                "Without training: fit smaller layers to inputs like the network's own.",
+                "cx.reorganize(model, budget=0.5, calibration=batches)",
+            )
+        )
+        steps.append(
+            (
                 "With training: continue until the network separates exactly.",
                 "cx.upgrade(model, blocks=4, data=loader, loss=loss_fn)",
             )

@@ -34,6 +34,7 @@ def summary_section(summary: Mapping[str, Any]) -> Section:
     text = f"Multiply-adds {m0:,} → {m1:,}, parameters {p0:,} → {p1:,}."
     if order := summary["order"]:
         text += f" {order[0].upper()}{order[1:]}."
+    text += "".join(f" {note[:1].upper()}{note[1:]}." for note in summary.get("notes", ()))
     return Section("What was rebuilt", text, tables={"Layers that were considered": summary["layers"]})
 
 

@@ -1,0 +1,194 @@
+"""Smaller operators without training: quality against multiply-adds and against measured time, beside baselines.
+
+`python -m benchmarks.fitted [--tasks minilm mnist …] [--seeds 3] [--mnist DATA.npz] [--wordnet FOLDER]`. No method sees
+labels or what it is judged by. Stores benchmarks/results/fitted.json and draws docs/figures/fitted.svg from it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import resource
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks import baselines, fitted_tasks
+from benchmarks.fitted_tasks import Task
+from benchmarks.timing import RESULTS, show, store
+from crystallite.refitting import fit
+
+FIGURE = Path(__file__).parent.parent / "docs" / "figures" / "fitted.svg"
+_OURS = "fitted"
+
+
+def measured(task: Task, seed: int, budgets: list[float], only: str = "", blocks: tuple[int, ...] = ()) -> list[dict]:
+    """A row for each method and budget. only: a regular expression; layers of other names stay as they are."""
+    names = [name for name in baselines.layers_of(task.model, task.ignore) if re.search(only, name)]
+    uses = baselines.positions(task.model, names, task.timed[0])
+    groups = [group for group in task.groups if {*group.writers, group.reader} <= set(names)]
+    norms = baselines.input_norms(task.model, names, task.calibration)
+    made: dict[tuple[str, float], nn.Module] = {("dense", 1.0): task.model}
+    told: dict[tuple[str, float], dict] = {("dense", 1.0): task.judge(task.model)}
+    for budget in budgets:
+        makers: dict[str, Callable[[], nn.Module]] = {
+            "magnitude": partial(baselines.pruned, task.model, groups, uses, budget),
+            "Wanda score": partial(baselines.pruned, task.model, groups, uses, budget, norms),
+            "SVD": partial(baselines.decomposed, task.model, uses, budget),
+            _OURS: partial(fit, task.model, budget=budget, calibration=task.calibration, targets=names, seed=seed),
+        }
+        if all(isinstance(task.model.get_submodule(name), nn.Linear) for name in names):
+            makers["random blocks"] = partial(baselines.random_blocks, task.model, uses, budget, seed)
+        if round(1 / budget) in blocks:
+            makers["fitted blocks"] = partial(
+                fit, task.model, blocks=round(1 / budget), calibration=task.calibration, targets=names, seed=seed
+            )
+        for method, make in makers.items():
+            start, used = time.perf_counter(), time.process_time()
+            made[method, budget] = make().eval()
+            cost = {
+                "made in s": time.perf_counter() - start, "processor s": time.process_time() - used,
+                "peak GB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+            }  # fmt: skip
+            told[method, budget] = {**task.judge(made[method, budget]), **cost}
+            show(task.name, [{"seed": seed, "method": method, "budget": budget, **told[method, budget]}])
+    times = best_times(made, task.timed)
+    return [
+        {
+            "task": task.name + (", feed-forward only" if only else ""), "seed": seed, "method": key[0],
+            "budget": key[1], "multiply-adds": baselines.macs(model, uses) / baselines.macs(task.model, uses),
+            "ms": 1000 * times[key], "speed-up": times["dense", 1.0] / times[key], **told[key],
+        }
+        for key, model in made.items()
+    ]  # fmt: skip
+
+
+def best_times(models: Mapping[Any, nn.Module], batches: Sequence[Any], repeats: int = 7) -> dict[Any, float]:
+    """Seconds that each model takes for all batches: the best of several runs of each batch, in turns.
+
+    One thread, and the time that the processor spent on it: on a quiet machine that is the time that passes, and on a
+    busy one it still is nearly the same.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    best = {(key, place): math.inf for key in models for place in range(len(batches))}
+    for _ in range(repeats):
+        for key, place in best:
+            start = time.process_time()
+            baselines.call(models[key], batches[place])
+            best[key, place] = min(best[key, place], time.process_time() - start)
+    torch.set_num_threads(threads)
+    return {key: sum(best[key, place] for place in range(len(batches))) for key in models}
+
+
+def summarised(rows: list[dict]) -> list[dict]:
+    """Mean and standard deviation over seeds, of the quality as a share of the dense model's too."""
+    dense = {(r["task"], r["seed"]): r["quality"] for r in rows if r["method"] == "dense"}
+    found = []
+    for key in dict.fromkeys((r["task"], r["method"], r["budget"]) for r in rows):
+        same = [r for r in rows if (r["task"], r["method"], r["budget"]) == key]
+        kept = [100 * r["quality"] / dense[r["task"], r["seed"]] for r in same]
+        row = {"task": key[0], "method": key[1], "budget": key[2], "seeds": len(same)}
+        for column in ("quality", "MRR", "cosine", "loss", "multiply-adds", "ms", "speed-up"):
+            values = [r[column] for r in same if column in r]
+            if values:
+                row |= {column: statistics.mean(values), f"± {column}": statistics.pstdev(values)}
+        found.append({**row, "% of dense": statistics.mean(kept), "± % of dense": statistics.pstdev(kept)})
+    return found
+
+
+def draw(rows: list[dict], path: Path) -> None:
+    """Quality over multiply-adds and over measured time, a row of pictures for each task."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "fitted"  # the same rows give the same file
+    from matplotlib import pyplot
+
+    found = summarised(rows)
+    tasks = list(dict.fromkeys(row["task"] for row in found))
+    figure, axes = pyplot.subplots(len(tasks), 2, figsize=(11, 3.4 * len(tasks)), squeeze=False)
+    for task, pair in zip(tasks, axes, strict=True):
+        for axis, column in zip(pair, ("multiply-adds", "ms"), strict=True):
+            for method in dict.fromkeys(row["method"] for row in found):
+                points = sorted(
+                    (row[column], row["quality"], row["± quality"])
+                    for row in found if row["task"] == task and row["method"] == method
+                )  # fmt: skip
+                if points:
+                    style = {"linewidth": 2.2, "color": "black"} if method == _OURS else {"linewidth": 1, "alpha": 0.8}
+                    x, y, error = zip(*points, strict=True)
+                    axis.errorbar(x, y, error, marker="o", markersize=4, capsize=3, label=method, **style)
+            axis.set_xlabel("multiply-adds, share of dense" if column == "multiply-adds" else "ms, one thread")
+            axis.set_ylabel("quality")
+            axis.set_title(task, fontsize=9)
+            axis.grid(alpha=0.3)
+    axes[0][1].legend(fontsize=7)
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, metadata={"Date": None})
+    pyplot.close(figure)
+
+
+def minilm(options: argparse.Namespace, seed: int) -> list[dict]:
+    return measured(fitted_tasks.retrieval(options.wordnet, seed), seed, options.budgets or [0.5, 0.25])
+
+
+def feed_forward(options: argparse.Namespace, seed: int) -> list[dict]:
+    """MiniLM, but only the feed-forward pairs are made smaller."""
+    task = fitted_tasks.retrieval(options.wordnet, seed)
+    return measured(task, seed, options.budgets or [0.5], r"layer\.\d+\.(intermediate|output)\.dense")
+
+
+def mnist(options: argparse.Namespace, seed: int) -> list[dict]:
+    if options.mnist is None:
+        raise SystemExit("fitted: the part mnist needs --mnist DATA.npz")
+    task = fitted_tasks.mnist(options.mnist, seed)
+    return measured(task, seed, options.budgets or [0.5, 0.25, 0.125], blocks=(2, 4, 8))
+
+
+def characters(options: argparse.Namespace, seed: int) -> list[dict]:
+    return measured(fitted_tasks.characters(seed), seed, options.budgets or [0.75, 0.5, 0.25])
+
+
+TASKS = {"minilm": minilm, "feed-forward": feed_forward, "mnist": mnist, "characters": characters}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=None, help="all for which there is data")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--budgets", type=float, nargs="+", default=None)
+    parser.add_argument("--mnist", help="mnist.npz: Xtr, ytr, Xte, yte")
+    parser.add_argument("--wordnet", default=fitted_tasks.WORDNET, help="folder of data.noun … (Debian: wordnet-base)")
+    options = parser.parse_args(arguments)
+    for name in options.tasks or [name for name in TASKS if name != "mnist" or options.mnist]:
+        new: list[dict] = []
+        for seed in range(options.seeds):
+            new += TASKS[name](options, seed)
+            again = {_key(row) for row in new}
+            store("fitted", [row for row in stored() if _key(row) not in again] + new)
+        show("mean over seeds", summarised(new))
+    draw(stored(), FIGURE)
+
+
+def _key(row: dict) -> tuple[Any, ...]:
+    return tuple(row[name] for name in ("task", "seed", "method", "budget"))
+
+
+def stored() -> list[dict]:
+    """Rows of earlier runs."""
+    path = RESULTS / "fitted.json"
+    return json.loads(path.read_text())["rows"] if path.exists() else []
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,251 @@
+"""`crystallite export`: a model as ONNX, in floating point or with 8-bit weights, checked in ONNX Runtime."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import logging
+import math
+import os
+import tempfile
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from crystallite.artifact import load
+from crystallite.errors import CrystalliteError, InvalidOption
+from crystallite.opening import open_model, open_pretrained
+from crystallite.validation.batches import ROUNDING, Batch, batches, run
+from crystallite.validation.command import read_data
+from crystallite.validation.outputs import tensors
+
+__all__ = ["Exported", "add_parser", "export"]
+
+_CHECKED = 8  # batches, at most, that both run
+_QUANTISED = ("MatMul", "Gemm", "Gather", "LSTM", "Attention")  # 8-bit convolutions do not run on every CPU
+_EXAMPLE = """\
+example:
+  crystallite export small small.onnx --data inputs.npz
+  crystallite export small small.onnx --data tokens.safetensors --int8
+
+MODEL is a folder that reorganize wrote, a transformers folder, or package.module:factory. The data file holds `inputs`,
+or the model's keyword arguments by name; the first axis counts samples. ONNX Runtime and the model run on them, and the
+file is written only if they agree: to rounding, or with --int8 within --max-deviation.
+"""
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written, and how far its outputs are from the model's on the data it was checked with."""
+
+    path: str
+    bytes: int
+    int8: bool
+    samples: int
+    deviation: float  # ‖y′ − y‖ / ‖y‖ over all samples, the largest over outputs
+    agreement: float | None  # share of equal decisions (argmax) of the first output; None where it has none
+
+    def __str__(self) -> str:
+        agreed = "" if self.agreement is None else f", {self.agreement:.2%} of decisions equal"
+        kind = "with 8-bit weights" if self.int8 else "in floating point"
+        return (
+            f"{self.path}: {self.bytes:,} bytes {kind}; relative deviation {self.deviation:.2g} from the model on "
+            f"{self.samples} samples in ONNX Runtime{agreed}"
+        )
+
+
+def export(
+    model: nn.Module, path: str | os.PathLike[str], data: Any, *, int8: bool = False, max_deviation: float = 0.1
+) -> Exported:
+    """Write a model as ONNX, all of it or nothing, and say how near ONNX Runtime comes to it on some data.
+
+    - `data`: batches as for `validate`; the first is what the model is traced with. Targets are not used.
+    - `int8`: weights of linear layers as 8-bit integers, one scale per output; activations are quantised as they come.
+    - `max_deviation`: refused where int8 is further away than this. Floating point may differ by rounding only.
+
+    Fitted layers are smaller dense products, so ONNX Runtime runs and quantises them like any other.
+    """
+    target = Path(path)
+    if target.suffix != ".onnx":
+        raise InvalidOption(f"{target}: expected a name that ends in .onnx")
+    library = _libraries()
+    checked = [batch for batch, _ in zip(batches(data), range(_CHECKED), strict=False)]
+    was_training = model.training
+    model.eval()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as made:
+            file = Path(made) / "model.onnx"
+            _write(model, file, _at_least_two(checked[0]))
+            if int8:
+                file = _quantised(file)
+            found = _compared(library, file, model, checked)
+            limit = max_deviation if int8 else _rounding(model)
+            if not found[0] <= limit:
+                raise InvalidOption(
+                    f"{target}: not written: in ONNX Runtime its outputs deviate by {found[0]:.3g}, at most {limit:g} "
+                    f"is allowed{'; raise max_deviation, or export without int8' if int8 else ''}"
+                )
+            size = file.stat().st_size
+            file.replace(target)
+    finally:
+        model.train(was_training)
+    return Exported(str(target), size, int8, sum(batch.size for batch in checked), *found)
+
+
+def _libraries() -> Any:
+    try:
+        import onnxruntime
+        import onnxscript  # noqa: F401  what torch.onnx writes with
+    except ImportError:
+        raise CrystalliteError("exporting needs onnx and onnxruntime: pip install 'crystallite[onnx]'") from None
+    return onnxruntime
+
+
+def _write(model: nn.Module, file: Path, batch: Batch) -> None:
+    """Every axis stays free that the model does not fix: batch size and length of a sequence, mostly."""
+    weight = next(model.parameters(), None)
+    if weight is not None and weight.device.type != "cpu":
+        raise InvalidOption(f"expected a model on the CPU, got one on {weight.device}; call .cpu() first")
+    free = {name: _free(value) for name, value in _arguments(model, batch)}
+    with _quiet():
+        try:
+            program = torch.onnx.export(
+                model, batch.positional, kwargs=dict(batch.named), dynamic_shapes=free, dynamo=True, verbose=False
+            )
+            assert program is not None
+            program.save(file, external_data=False)
+        except Exception as error:  # whatever is raised by tracing code of the user's
+            reason = str(error).strip().partition("\n")[0]
+            raise InvalidOption(f"{type(model).__name__} cannot be written as ONNX: {reason:.300}") from error
+
+
+def _free(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return dict.fromkeys(range(value.ndim), torch.export.Dim.AUTO)
+    return tuple(map(_free, value)) if isinstance(value, (tuple, list)) else None
+
+
+def _at_least_two(batch: Batch) -> Batch:
+    """The batch, a single sample twice: an axis of size 1 would be taken to have that size for good."""
+
+    def twice(value: Any) -> Any:
+        return torch.cat([value, value]) if isinstance(value, Tensor) and value.shape[:1] == (1,) else value
+
+    if batch.size > 1:
+        return batch
+    named = {name: twice(value) for name, value in batch.named.items()}
+    return Batch(batch.first, 2, tuple(map(twice, batch.positional)), named)
+
+
+def _quantised(file: Path) -> Path:
+    import onnx
+    from onnxruntime.quantization import QuantType, quantize_dynamic
+
+    small = file.with_name("int8.onnx")
+    with _quiet():
+        program = onnx.load(file)
+        del program.graph.value_info[:]  # shapes of weights that quantisation turns round
+        onnx.save(program, file)
+        quantize_dynamic(
+            file, small, op_types_to_quantize=list(_QUANTISED), per_channel=True, weight_type=QuantType.QInt8,
+            reduce_range=True,  # 7 of 8 bits: products of full ones overflow on CPUs without VNNI
+        )  # fmt: skip
+    return small
+
+
+def _compared(library: Any, file: Path, model: nn.Module, checked: list[Batch]) -> tuple[float, float | None]:
+    """The largest relative deviation of an output, and the agreement of decisions."""
+    session = library.InferenceSession(file, providers=["CPUExecutionProvider"])
+    apart, size, equal, decisions = dict[str, float](), dict[str, float](), 0, 0
+    for batch in checked:
+        given = {name: value for name, value in _arguments(model, batch) if isinstance(value, Tensor)}
+        wanted = [each.name for each in session.get_inputs()]
+        fed = {name: given[name].numpy() for name in wanted if name in given}
+        if len(fed) != len(wanted):
+            raise InvalidOption(f"{type(model).__name__}: expected inputs {', '.join(given)}, ONNX has {wanted}")
+        expected = tensors(run(model, batch))
+        found = session.run(None, fed)
+        if len(found) != len(expected):
+            raise InvalidOption(f"{type(model).__name__}: expected {len(expected)} outputs, ONNX has {len(found)}")
+        for (path, value), other in zip(expected.items(), map(torch.from_numpy, found), strict=True):
+            if value.shape != other.shape:
+                raise InvalidOption(f"{path}: expected {tuple(value.shape)} from ONNX, got {tuple(other.shape)}")
+            difference = float((other.double() - value.double()).square().sum())
+            apart[path] = apart.get(path, 0.0) + (difference if math.isfinite(difference) else math.inf)
+            size[path] = size.get(path, 0.0) + float(value.double().square().sum())
+        first, other = next(iter(expected.values())), torch.from_numpy(found[0])
+        if first.is_floating_point() and first.ndim > 1 and first.shape[-1] > 1:
+            equal += int((first.argmax(-1) == other.argmax(-1)).sum())
+            decisions += first[..., 0].numel()
+    ratios = [math.sqrt(a / size[path]) if size[path] else float(a > 0) for path, a in apart.items()]
+    return max(ratios), equal / decisions if decisions else None
+
+
+def _arguments(model: nn.Module, batch: Batch) -> Iterator[tuple[str, Any]]:
+    yield from inspect.signature(model.forward).bind(*batch.positional, **batch.named).arguments.items()
+
+
+def _rounding(model: nn.Module) -> float:
+    dtype = next((p.dtype for p in model.parameters()), torch.float32)
+    return ROUNDING.get(dtype, max(ROUNDING.values()))
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """PyTorch's exporter and ONNX Runtime's quantisation speak of their own affairs."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command to the others."""
+    parser = commands.add_parser(
+        "export",
+        help="a model as ONNX, also with 8-bit weights",
+        description="Write a model as ONNX, and check the file in ONNX Runtime against the model.",
+        epilog=_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("model", metavar="MODEL", help="a folder, or package.module:factory")
+    parser.add_argument("out", type=Path, metavar="FILE.onnx", help="where to write; must not exist")
+    parser.add_argument("--data", required=True, type=Path, metavar="FILE", help="inputs: .npz or .safetensors")
+    parser.add_argument("--int8", action="store_true", help="weights of linear layers as 8-bit integers")
+    parser.add_argument("--max-deviation", type=float, default=0.1, help="that int8 may have (default: 0.1)")
+    parser.add_argument("--original", metavar="MODEL", help="package.module:factory, for a model with its own code")
+    parser.add_argument("--weights", type=Path, metavar="FILE", help="weights for what the factory returns")
+    parser.add_argument("--batch", type=int, default=32, metavar="N", help="samples at once (default: 32)")
+    parser.add_argument("--json", action="store_true", help="what was written, as JSON on standard output")
+    parser.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> int:
+    if options.out.exists():  # before the work, not after it
+        raise InvalidOption(f"{options.out}: exists already; choose another name or remove it")
+    data = read_data(options.data, options.batch)
+    done = export(_opened(options), options.out, data, int8=options.int8, max_deviation=options.max_deviation)
+    print(json.dumps(asdict(done), indent=1) if options.json else done)
+    return 0
+
+
+def _opened(options: argparse.Namespace) -> nn.Module:
+    """The model as it was saved: what is exported is the reorganized one, not the dense one it was made from."""
+    folder = Path(options.model)
+    if (folder / "config.json").is_file():
+        return open_pretrained(folder)
+    if folder.is_dir():
+        return load(folder, None if options.original is None else open_model(options.original, options.weights))
+    return open_model(options.model, options.weights)

@@ -1,0 +1,209 @@
+"""`polish_`: a fitted model trained a little inside its structure, to return what the dense one returns. No labels."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from crystallite.discovery.calls import evaluating
+from crystallite.errors import InvalidOption
+from crystallite.refitting.calibration import Calibration, real_rows
+from crystallite.refitting.groups import first_samples
+from crystallite.refitting.session import damage
+from crystallite.upgrading.checkpoint import Checkpoints, State
+from crystallite.upgrading.running import device_of, moved
+from crystallite.validation.batches import Batch, run
+from crystallite.validation.outputs import tensors
+
+__all__ = ["Polish", "polish_"]
+
+_BATCH = 32  # samples of a step
+_RATE = 1e-3  # at the top of the schedule
+_WARM_UP = 0.1  # share of the steps
+_LOOKS = 10  # how often the held-out error is looked at
+_PATIENCE = 5  # looks without a better one after which training ends
+_SECONDS = 30.0  # between two checkpoints
+
+
+@dataclass(frozen=True)
+class Polish:
+    """What training inside the structure came to; errors are those of the outputs on held-out samples."""
+
+    steps: int  # taken
+    before: float
+    after: float  # of the state that was kept
+    history: tuple[tuple[int, float], ...]  # step, error
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {**asdict(self), "history": [list(look) for look in self.history]}
+
+
+def polish_(
+    model: nn.Module,
+    dense: nn.Module,
+    layers: Collection[str],
+    data: Calibration,
+    steps: int,
+    seed: int,
+    checkpoints: Checkpoints | None = None,
+    progress: bool = False,
+) -> Polish:
+    """Train a fitted model in place towards what the dense one returns, and leave it in its best state.
+
+    layers: names of the fitted layers; their parameters are trained, and all vectors of the model (biases, norms).
+    Adam, whose rate rises and falls again as a cosine; both models run in evaluation mode. The best state is the one
+    with the least error on the held-out batches, that before training included, so the error never grows; training
+    ends early where it has not fallen for a while. Samples of a step depend on the seed and its number only: a run that
+    was interrupted goes on from its checkpoint to the result it would have had.
+    """
+    with evaluating(model), _trained(model, layers) as parameters:
+        work = _Run(model, dense, parameters, data)
+        saved = None if checkpoints is None else checkpoints.latest()
+        if saved is not None:
+            work.load(saved)
+        elif not work.history:
+            work.look()
+        written, every = time.monotonic(), max(1, steps // _LOOKS)
+        for step in tqdm(range(work.step, steps), "polishing", initial=work.step, total=steps, disable=not progress):
+            if work.idle >= _PATIENCE:
+                break
+            work.take_step(_RATE * _schedule((step + 0.5) / steps), seed)
+            looked = work.step % every == 0 or work.step == steps
+            if looked:
+                work.look()
+            if checkpoints is not None and (looked or time.monotonic() - written > _SECONDS):
+                checkpoints.write(work.step, work.state())
+                written = time.monotonic()
+        with torch.no_grad():
+            for parameter, value in zip(parameters.values(), work.best, strict=True):
+                parameter.copy_(value)
+    errors = [error for _, error in work.history]
+    return Polish(work.step, errors[0], min(errors), tuple(work.history))
+
+
+def _schedule(time: float) -> float:
+    """Share of the highest rate after a share of the steps.
+
+    >>> [round(_schedule(t), 2) for t in (0.05, 0.1, 0.55, 1.0)]
+    [0.5, 1.0, 0.5, 0.0]
+    """
+    if time < _WARM_UP:
+        return time / _WARM_UP
+    return 0.5 * (1 + math.cos(math.pi * (time - _WARM_UP) / (1 - _WARM_UP)))
+
+
+@contextmanager
+def _trained(model: nn.Module, layers: Collection[str]) -> Iterator[dict[str, nn.Parameter]]:
+    """The parameters to train, the only ones that ask for gradients; frozen ones are not among them."""
+    before = {name: p.requires_grad for name, p in model.named_parameters()}
+    own = tuple(f"{name}." if name else "" for name in layers)
+    chosen = {
+        name: p
+        for name, p in model.named_parameters()
+        if p.requires_grad and p.is_floating_point() and (p.ndim < 2 or name.startswith(own))
+    }
+    if not chosen:
+        raise InvalidOption("polish_steps: all parameters are frozen; call model.requires_grad_(True) first")
+    try:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name in chosen)
+        yield chosen
+    finally:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(before[name])
+            parameter.grad = None
+
+
+class _Run:
+    """The model while it is trained: all that changes is in `state`."""
+
+    def __init__(
+        self, model: nn.Module, dense: nn.Module, parameters: dict[str, nn.Parameter], data: Calibration
+    ) -> None:
+        self.model, self.dense, self.parameters, self.data = model, dense, parameters, data
+        self.optimizer = torch.optim.Adam(parameters.values(), _RATE)
+        self.step, self.idle = 0, 0  # steps taken; looks since the best one
+        self.history: list[tuple[int, float]] = []
+        self.best = [p.detach().clone() for p in parameters.values()]
+
+    def take_step(self, rate: float, seed: int) -> None:
+        chance = torch.Generator().manual_seed(seed * 1_000_003 + self.step)
+        sizes = torch.tensor([float(batch.size) for batch in self.data.fitted])
+        batch = self.data.fitted[int(torch.multinomial(sizes, 1, generator=chance))]
+        start = int(torch.randint(max(batch.size - _BATCH, 0) + 1, (1,), generator=chance))
+        some = _window(batch, start)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.zero_grad()
+        _error(self.model, self.dense, some).backward()
+        self.optimizer.step()
+        self.step += 1
+
+    def look(self) -> None:
+        """Compare the state with the best one so far."""
+        held_out = self.data.held_out
+        errors = [damage(run(self.model, batch), run(self.dense, batch), batch) for batch in held_out]
+        error = sum(errors) / len(errors)
+        better = not self.history or error < min(e for _, e in self.history)
+        self.history.append((self.step, error))
+        self.idle = 0 if better else self.idle + 1
+        if better:
+            self.best = [p.detach().clone() for p in self.parameters.values()]
+
+    def state(self) -> State:
+        tensors: dict[str, Tensor] = {f"model.{name}": value for name, value in self.parameters.items()}
+        tensors |= {f"best.{name}": value for name, value in zip(self.parameters, self.best, strict=True)}
+        for i, moments in self.optimizer.state_dict()["state"].items():
+            tensors |= {f"optimizer.{i}.{name}": value for name, value in moments.items()}
+        return State(tensors, {"step": self.step, "idle": self.idle, "history": [list(look) for look in self.history]})
+
+    def load(self, state: State) -> None:
+        self.step, self.idle = int(state.record["step"]), int(state.record["idle"])
+        self.history = [(int(step), float(error)) for step, error in state.record["history"]]
+        moments: dict[int, dict[str, Tensor]] = {}
+        for name, tensor in state.tensors.items():
+            if name.startswith("optimizer."):
+                _, number, key = name.split(".")
+                moments.setdefault(int(number), {})[key] = tensor
+        groups = self.optimizer.state_dict()["param_groups"]
+        self.optimizer.load_state_dict({"state": moments, "param_groups": groups})
+        with torch.no_grad():
+            for place, (name, parameter) in enumerate(self.parameters.items()):
+                parameter.copy_(state.tensors[f"model.{name}"])
+                self.best[place].copy_(state.tensors[f"best.{name}"])
+
+
+def _window(batch: Batch, start: int) -> Batch:
+    """Consecutive samples of a batch."""
+
+    def cut(value: Any) -> Any:
+        return value[start:] if isinstance(value, Tensor) and value.shape[:1] == (batch.size,) else value
+
+    named = {name: cut(value) for name, value in batch.named.items()}
+    rest = Batch(batch.first + start, batch.size - start, tuple(map(cut, batch.positional)), named)
+    return first_samples(rest, _BATCH)
+
+
+def _error(model: nn.Module, dense: nn.Module, batch: Batch) -> Tensor:
+    """What `damage` measures, with gradients."""
+    device = device_of(model)
+    expected = tensors(run(dense, batch))
+    positional = [moved(value, device) for value in batch.positional]
+    found = tensors(model(*positional, **{name: moved(value, device) for name, value in batch.named.items()}))
+    shares = []
+    for path, value in expected.items():
+        if value.is_floating_point():
+            rows = real_rows(batch, value.shape[:-1], value.numel(), 0).to(value.device)
+            a, b = (v.reshape(-1, v.shape[-1] if v.ndim else 1)[rows] for v in (found[path], value))
+            variance = ((b - b.mean(0)) ** 2).sum() if len(b) > 1 else (b**2).sum()
+            shares.append(((a - b) ** 2).sum() / variance.clamp_min(torch.finfo(b.dtype).tiny))
+    return torch.stack(shares).mean()

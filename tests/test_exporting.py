@@ -1,0 +1,143 @@
+"""ONNX files that compute what the model does, in any batch size; 8-bit ones nearly; none that do not."""
+
+import json
+import os
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import crystallite as cx
+from crystallite.cli import main
+from crystallite.exporting import export
+from tests.operators.tolerance import assert_close
+from tests.refitting import networks
+
+onnxruntime = pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxscript", reason="torch.onnx needs onnxscript")
+
+
+def samples(width=32, count=600, seed=5):
+    return torch.randn(count, width, generator=torch.Generator().manual_seed(seed))
+
+
+def outputs(file, **inputs):
+    session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
+    return session.run(None, {name: value.numpy() for name, value in inputs.items()})
+
+
+@pytest.fixture(scope="module")
+def fitted():
+    model = networks.mlp(32, 256, 256, 8).eval()
+    return model, cx.reorganize(model, budget=0.5, calibration=samples())
+
+
+def test_a_fitted_model_runs_in_onnxruntime_in_any_batch_size(fitted, tmp_path):
+    _, small = fitted
+    done = export(small, tmp_path / "deep" / "small.onnx", [samples(count=9)])
+    assert done.samples == 9
+    assert done.deviation < 1e-5
+    assert os.listdir(tmp_path / "deep") == ["small.onnx"]
+    for count in (1, 2, 33):
+        x = samples(count=count, seed=count)
+        assert_close(torch.from_numpy(outputs(done.path, input=x)[0]), small(x).detach())
+
+
+def test_blocks_are_exported_too(tmp_path):
+    small = cx.reorganize(networks.mlp(32, 64, 8), blocks=2, calibration=samples())
+    done = export(small, tmp_path / "blocks.onnx", samples(count=9))
+    x = samples(count=4, seed=1)
+    assert_close(torch.from_numpy(outputs(done.path, input=x)[0]), small.eval()(x).detach())
+
+
+def test_eight_bits_are_smaller_and_near(fitted, tmp_path):
+    _, small = fitted
+    plain, int8 = (export(small, tmp_path / f"{n}.onnx", samples(count=99), int8=n == "int8") for n in ("a", "int8"))
+    assert int8.bytes < 0.5 * plain.bytes
+    assert 0 < int8.deviation < 0.1
+    assert int8.agreement > 0.8
+    x = samples(count=5, seed=1)
+    found = torch.from_numpy(outputs(int8.path, input=x)[0])
+    assert (found - small(x)).norm() < 0.1 * small(x).norm()
+    import onnx
+
+    weights = [w for w in onnx.load(int8.path).graph.initializer if w.data_type == onnx.TensorProto.INT8 and w.dims]
+    scales = [w for w in onnx.load(int8.path).graph.initializer if w.name.endswith("_scale")]
+    assert len([w for w in weights if len(w.dims) == 2]) == 3
+    assert sorted(w.dims[0] for w in scales) == sorted(layer.out_features for layer in small if hasattr(layer, "bias"))
+
+
+def test_a_file_that_is_too_far_away_is_not_written(fitted, tmp_path):
+    with pytest.raises(cx.InvalidOption, match=r"its outputs deviate by .*; raise max_deviation"):
+        export(fitted[1], tmp_path / "small.onnx", samples(count=9), int8=True, max_deviation=1e-9)
+    assert os.listdir(tmp_path) == []
+
+
+class Chooses(nn.Module):
+    """Depends on its input in a way that no graph can hold."""
+
+    def forward(self, x):
+        return x if float(x.sum()) > 0 else -x
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "message"),
+    [(Chooses(), "a.onnx", "Chooses cannot be written as ONNX"), (nn.Linear(32, 2), "a.pt", "ends in .onnx")],
+)
+def test_what_cannot_be_exported_is_refused(model, name, message, tmp_path):
+    with pytest.raises(cx.InvalidOption, match=message):
+        export(model, tmp_path / name, samples(count=9))
+    assert os.listdir(tmp_path) == []
+
+
+def test_modes_are_kept_and_dropout_is_off(tmp_path):
+    model = nn.Sequential(nn.Linear(32, 8), nn.Dropout(0.5)).train()
+    done = export(model, tmp_path / "a.onnx", samples(count=9))
+    assert model.training
+    assert done.deviation < 1e-5
+
+
+def test_a_transformer_takes_texts_of_any_length(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=60, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
+        max_position_embeddings=32,
+    )  # fmt: skip
+    model = transformers.BertModel(config).eval()
+
+    def texts(count, length):
+        mask = torch.ones(count, length, dtype=torch.long)
+        mask[0, length // 2 :] = 0
+        return {"input_ids": torch.randint(1, 60, (count, length)) * mask, "attention_mask": mask}
+
+    small = cx.reorganize(model, budget=0.6, calibration=[texts(20, 10) for _ in range(8)])
+    for int8, most in ((False, 1e-3), (True, 0.1)):
+        done = export(small, tmp_path / f"{int8}.onnx", [texts(4, 10), texts(3, 17)], int8=int8)
+        fresh = texts(5, 6)
+        with torch.no_grad():
+            expected = small(**fresh).last_hidden_state
+        found = torch.from_numpy(outputs(done.path, **fresh)[0])
+        assert (found - expected).norm() < most * expected.norm()
+
+
+def test_the_command_exports_what_was_saved(fitted, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    cx.save(fitted[1], "small")
+    np.savez("inputs.npz", inputs=samples(count=40).numpy())
+    assert main(["export", "small", "a.onnx", "--data", "inputs.npz"]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    assert "on 40 samples in ONNX Runtime" in captured.out
+    assert main(["export", "small", "b.onnx", "--data", "inputs.npz", "--int8", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["int8"]
+    x = samples(count=3, seed=1)
+    assert_close(torch.from_numpy(outputs("a.onnx", input=x)[0]), fitted[1](x).detach())
+    assert main(["export", "small", "a.onnx", "--data", "inputs.npz"]) == 2
+    assert "exists already" in capsys.readouterr().err
+    save_file({"inputs": torch.ones(4, 3)}, "wrong.safetensors")
+    assert main(["export", "small", "c.onnx", "--data", "wrong.safetensors"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    assert not os.path.exists("c.onnx")
