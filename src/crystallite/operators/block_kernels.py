@@ -32,7 +32,7 @@ _ADDRESS, _BLOCKS, _HEIGHT, _DEPTH, _COLUMN, _ROW = range(6)
 _STAGES, _N_STAGES, _STACKS, _N_STACKS, _PLACES, _N_PLACES, _OUT_BIAS, _N_OUT_BIAS, _OUTPUTS, _FEATURES, _MOST = range(
     11
 )
-_X, _SAMPLES, _Y, _SCRATCH, _COUNTERS, _PARTS, _GROUP = range(11, 18)
+_X, _SAMPLES, _Y, _SCRATCH, _PARTS, _GROUP, _COUNTERS = range(11, 18)  # the counters, zeros, follow the arguments
 
 _lines6, _lines4, _lines2, _lines1 = (line_product(rows) for rows in (6, 4, 2, 1))
 _dots4, _dots1, _long_dot = dot_rows(4, 2), dot_rows(1, 2), dot_rows(1, 8)  # the first two sum in the same order
@@ -337,7 +337,7 @@ def entry(number: Any) -> Any:
     """
 
     def run(arguments):
-        given = array_at(arguments, 18, np.empty(0, np.int64))
+        given = array_at(arguments, _COUNTERS, np.empty(0, np.int64))
         like = np.empty(0, number)
         stages = array_at(given[_STAGES], given[_N_STAGES] * 9, given).reshape(-1, 9)
         stacks = array_at(given[_STACKS], given[_N_STACKS] * 6, given).reshape(-1, 6)
@@ -347,7 +347,7 @@ def entry(number: Any) -> Any:
         features, outputs = given[_FEATURES], given[_OUTPUTS]
         x = array_at(given[_X], samples * features, like).reshape(samples, features)
         y = array_at(given[_Y], samples * outputs, like).reshape(samples, outputs)
-        counters = array_at(given[_COUNTERS], 2 * len(stages) + 4, given)
+        counters = array_at(arguments + 8 * _COUNTERS, 2 * len(stages) + 4, given)
         width = _LINE // like.itemsize
         if parts == 0:
             _by_panels(stages, stacks, places, bias, x, y, most, counters, group)

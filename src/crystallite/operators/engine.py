@@ -6,6 +6,7 @@ ends.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -163,7 +164,7 @@ class Plan:
         self, module: nn.Module | None = None, stages: Sequence[Stage] = (), places: np.ndarray = _NOWHERE,
         bias: np.ndarray = _NOWHERE, inputs: int = 0, outputs: int = 0,
     ) -> None:  # fmt: skip
-        self.outputs, self.n_stages = outputs, len(stages)
+        self.outputs = outputs
         parts = [] if module is None else list(module.modules())
         homes = [home for part in parts for home in (part._parameters, part._buffers)]
         self._tensors = [(home, name, t, t.data_ptr()) for home in homes for name, t in home.items() if t is not None]
@@ -174,18 +175,18 @@ class Plan:
         self.dtype = (
             next((t.dtype for _, _, t, _ in self._tensors if t.is_floating_point()), None) if self.macs else None
         )
+        self.line = _LINE // (self.dtype or torch.float32).itemsize  # numbers
         self.width = max([inputs, *(stage.rows for stage in stages)])
         stage_table, stack_table = _tables(stages)
         tables = [stage_table, stack_table, places, bias]
         self._arrays = [*stages, *tables]  # stay alive
         ends = [number for table in tables for number in (table.ctypes.data, len(table))]
-        self._arguments = np.array([*ends, outputs, inputs, self.width, *[0] * 7], np.int64)
+        self._head = (*ends, outputs, inputs, self.width)
+        self._call_type = ctypes.c_int64 * (len(self._head) + 6 + 2 * len(stages) + 4)
 
-    def arguments(self, *more: int) -> np.ndarray:
-        """What `kernels.entry` asks for; `more` is what belongs to a call."""
-        arguments = self._arguments.copy()
-        arguments[11:] = more
-        return arguments
+    def call(self, *more: int) -> Any:
+        """What `kernels.entry` asks for, and its counters; `more` is what belongs to a call."""
+        return self._call_type(*self._head, *more)
 
     def valid(self) -> bool:
         for tensors, name, tensor, place in self._tensors:
@@ -245,24 +246,23 @@ def joined(indices: Sequence[np.ndarray]) -> np.ndarray:
 
 def run(plan: Plan, x: Tensor) -> Tensor:
     """(…, features) → (…, outputs) through all stages."""
-    rows = (x if x.dim() == 2 else as_rows(x)).contiguous()
-    samples, width = len(rows), _LINE // rows.itemsize
+    rows = x if x.dim() == 2 else as_rows(x)
+    rows = rows if rows.is_contiguous() else rows.contiguous()
+    samples, line = rows.shape[0], plan.line
     y = rows.new_empty(samples, plan.outputs)
-    few, panels = samples <= _FEW, -(-samples // width)
+    few, panels = samples <= _FEW, -(-samples // line)
     seconds = plan.macs * samples / (_ROW_RATE if few else _LINE_RATE)
     threads = torch.get_num_threads() if seconds > _WORTH_A_TEAM else 1
-    group = max(_FEWEST_PANELS, min(_STATE_BYTES // (_LINE * plan.width), -(-panels // (2 * threads))))
-    parts = 1 if threads == 1 else _PARTS * threads
+    parts, group = 1 if threads == 1 else _PARTS * threads, 0
     if few:
-        group, scratch = 0, rows.new_empty(2 * samples * plan.width)
-    elif panels >= group * threads:  # enough for all
-        parts, scratch = 0, rows.new_empty(0)
+        scratch = rows.new_empty(2 * samples * plan.width)
     else:
-        scratch = rows.new_empty(2 * panels * width * plan.width)
-    counters = np.zeros(2 * plan.n_stages + 4, np.int64)
-    addresses = (y.data_ptr(), scratch.data_ptr(), counters.ctypes.data)
-    arguments = plan.arguments(rows.data_ptr(), samples, *addresses, parts, group)
-    as_team(threads, _entry(rows.dtype), arguments.ctypes.data)
+        group = max(_FEWEST_PANELS, min(_STATE_BYTES // (_LINE * plan.width), -(-panels // (2 * threads))))
+        if panels >= group * threads:  # enough for all
+            parts = 0
+        scratch = rows.new_empty(2 * panels * line * plan.width if parts else 0)
+    call = plan.call(rows.data_ptr(), samples, y.data_ptr(), scratch.data_ptr(), parts, group)
+    as_team(threads, _entry(rows.dtype), ctypes.addressof(call))
     return y if x.dim() == 2 else y.view(*x.shape[:-1], plan.outputs)
 
 
