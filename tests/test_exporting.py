@@ -99,6 +99,7 @@ def test_modes_are_kept_and_dropout_is_off(tmp_path):
     assert done.deviation < 1e-5
 
 
+@pytest.mark.slow
 def test_a_transformer_takes_texts_of_any_length(tmp_path):
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)

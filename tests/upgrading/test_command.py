@@ -81,6 +81,7 @@ class Fragile(nn.Module):
         return self.net(x)
 
 
+@pytest.mark.slow  # test_checkpoint.py kills what the command calls
 def test_a_killed_command_goes_on_to_the_same_bits(tmp_path):
     x = np.random.default_rng(0).normal(size=(256, 16)).astype(np.float32)
     np.savez(tmp_path / "data.npz", inputs=x, labels=(x[:, 0] > 0).astype(np.int64))
