@@ -156,7 +156,7 @@ def _quantised(file: Path) -> Path:
         onnx.save(program, file)
         quantize_dynamic(
             file, small, op_types_to_quantize=list(_QUANTISED), per_channel=True, weight_type=QuantType.QInt8,
-            reduce_range=True,  # 7 of 8 bits: products of full ones overflow on CPUs without VNNI
+            reduce_range=True,  # 7 of 8 bits: sums of full ones can overflow on CPUs without VNNI
         )  # fmt: skip
     return small
 

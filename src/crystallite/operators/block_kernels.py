@@ -21,6 +21,7 @@ from numba import cfunc, njit, types
 from crystallite.operators.functions import erf, sigmoid, tanh
 from crystallite.operators.instructions import copy_line, dot_rows, line_product, transpose_tile
 from crystallite.operators.teamwork import array_at, claim, finish, wait
+from crystallite.operators.teamwork import part as _part
 
 __all__ = ["ACTIVATIONS", "entry"]
 
@@ -29,17 +30,15 @@ _NONE, _RELU, _GELU, _GELU_TANH, _SILU, _TANH, _SIGMOID = range(len(ACTIVATIONS)
 # the columns of the tables, and the arguments of a call
 _FIRST, _LAST, _BIAS, _N_BIAS, _COLUMNS, _N_COLUMNS, _ACTIVATION, _ROWS, _MACS = range(9)
 _ADDRESS, _BLOCKS, _HEIGHT, _DEPTH, _COLUMN, _ROW = range(6)
-_STAGES, _N_STAGES, _STACKS, _N_STACKS, _PLACES, _N_PLACES, _OUT_BIAS, _N_OUT_BIAS, _OUTPUTS, _FEATURES, _MOST = range(
-    11
-)
-_X, _SAMPLES, _Y, _SCRATCH, _PARTS, _GROUP, _COUNTERS = range(11, 18)  # the counters, zeros, follow the arguments
+_STAGES, _N_STAGES, _STACKS, _N_STACKS, _PLACES, _N_PLACES, _OUT_BIAS, _N_OUT_BIAS = range(8)
+_OUTPUTS, _FEATURES, _MOST, _X, _SAMPLES, _Y, _SCRATCH, _PARTS, _GROUP = range(8, 17)
+_COUNTERS = 17  # zeros; they follow the arguments
 
 _lines6, _lines4, _lines2, _lines1 = (line_product(rows) for rows in (6, 4, 2, 1))
 _dots4, _dots1, _long_dot = dot_rows(4, 2), dot_rows(1, 2), dot_rows(1, 8)  # the first two sum in the same order
 _LONG = 128  # numbers of a row from which on rows are read one by one, in the order they lie: what prefetchers like
 _CACHE = 1 << 17  # bytes of lines gathered at a time; they stay in the second-level cache while the weights pass
 _LINE = 64  # bytes
-_part = njit(nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)  # only called by compiled functions
 _inlined = njit(nogil=True, inline="always")  # only called once: numba would compile it alone and again in its caller
 
 

@@ -10,9 +10,10 @@ from llvmlite import ir
 from numba import carray, njit, types
 from numba.extending import intrinsic
 
-__all__ = ["array_at", "claim", "finish", "wait"]
+__all__ = ["array_at", "claim", "finish", "part", "wait"]
 
-_part = njit(nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)  # only called by compiled functions
+part = njit(nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
+"""Decorates what only compiled functions call."""
 
 
 @intrinsic
@@ -26,7 +27,7 @@ def _pointer(_typing: Any, address: Any, like: Any) -> Any:
     return pointer(types.int64, like), generate
 
 
-@_part
+@part
 def array_at(address, length, like):
     """The vector of so many numbers that lies at an address; they are of the kind of `like`."""
     return carray(_pointer(address, like), length)
@@ -54,19 +55,19 @@ def _value(_typing: Any, counters: Any, i: Any) -> Any:
     return types.int64(counters, types.intp), generate
 
 
-@_part
+@part
 def claim(counters, step):
     """The next part of a step that nobody has begun; every part is given out once."""
     return _add_one(counters, 2 * step)
 
 
-@_part
+@part
 def finish(counters, step):
     """Say that a part of a step is done."""
     _add_one(counters, 2 * step + 1)
 
 
-@_part
+@part
 def wait(counters, step, parts):
     """Return when all parts of a step are done. Who has begun one is running: nobody waits for who came late."""
     while _value(counters, 2 * step + 1) < parts:
