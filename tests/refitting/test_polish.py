@@ -124,6 +124,7 @@ fit(networks.mlp(16, 64, 4).eval(), budget=0.5, calibration=samples(16), polish_
 """
 
 
+@pytest.mark.slow
 def test_a_killed_process_goes_on_from_its_checkpoint(tmp_path):
     run = [sys.executable, "-c", SCRIPT, str(tmp_path / "state")]
     with subprocess.Popen(run, stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True) as process:

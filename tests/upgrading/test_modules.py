@@ -49,7 +49,8 @@ def accuracies(model, x, y):
     return (model(x).unflatten(1, (-1, 10)).argmax(2) == y).float().mean(0)
 
 
-@pytest.mark.parametrize("k", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("k", [2, 3])
 def test_every_head_of_the_split_network_is_as_good_as_dense(k):
     torch.manual_seed(k)
     order, index = torch.randperm(64 * k), torch.randperm(len(digits()[0]))
