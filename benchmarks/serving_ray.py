@@ -125,8 +125,9 @@ def main() -> None:
             "OMP_NUM_THREADS": "1",
         }  # fmt: skip
         command = [*NAMESPACE, sys.executable, "-m", "benchmarks.serving_ray", folder]
-        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        subprocess.run(command, env=environment, check=True, **quiet)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        if done.returncode:
+            raise SystemExit(done.stderr[-5000:])
         found = json.loads((Path(folder) / "rows.json").read_text())
     for part, rows in found.items():
         show(part, rows)

@@ -29,6 +29,7 @@ from tests.serving.artifacts import APART, saved
 
 INPUTS, OUTPUTS = 16, 8
 HEAVY, LIGHT = "0.0", "0.1"  # the plan puts the heaviest part first
+TRANSFORM = "crystallite:transform"
 LIMITS = Limits(timeout=40, max_batch=64, max_queue=1024)
 SCALING = Scaling(window=11, up=2, down=5, transforms=1)
 AT_ONCE = 32  # requests
@@ -237,7 +238,10 @@ class Inside:
         return serve.get_deployment_handle(piece, self.application()).process.remote().result()
 
     def transform_process(self):
-        return next(process for process, name, _ in ray_processes() if name == "crystallite:transform")
+        """Ray adds what a process is doing to its name, and writes the name anew while it is read."""
+        found = []
+        wait_for(lambda: found or found.extend(p for p, name, _ in ray_processes() if name.startswith(TRANSFORM)))
+        return found[0]
 
     def replicas_on(self, node):
         (raylet,) = (info.process.pid for info in node.all_processes["raylet"])
