@@ -134,8 +134,12 @@ def test_a_guaranteed_model_says_so_and_keeps_its_promise():
     assert "guaranteed with confidence 0.95: mean relative deviation ≤ 0.25" in cx.summary(small).notes[-1]
     fresh = torch.randn(4000, 16, generator=chance)
     assert sample_losses(small, model, [Batch(0, 4000, (fresh,))], "deviation").mean() <= 0.25
+    verdict = cx.validate(model, small, fresh[:500], max_relative_deviation=1)
+    assert verdict.guarantee == verdict.to_json()["guarantee"] == record["text"]
+    assert record["text"] in repr(verdict)
     again = cx.reorganize(model, budget=record["budget"], calibration=torch.randn(2000, 16, generator=chance))
     assert cx.summary(again).macs[1] == pytest.approx(cx.summary(small).macs[1], rel=0.1)
+    assert cx.validate(model, again, fresh[:500], max_relative_deviation=1).guarantee is None
 
 
 def test_it_is_refused_where_it_cannot_be_shown():

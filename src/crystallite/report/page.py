@@ -126,7 +126,8 @@ def _validated(verdict: Mapping[str, Any] | None) -> str:
         return ""
     passed = bool(verdict.get("passed"))
     text = "Validation passed." if passed else "Validation did not pass."
-    reasons = " ".join(str(reason).rstrip(".") + "." for reason in verdict.get("reasons") or ())
+    said = [*(verdict.get("reasons") or ()), *filter(None, [verdict.get("guarantee")])]
+    reasons = " ".join(str(reason).rstrip(".") + "." for reason in said)
     return f'<p class="outcome{" passed" * passed}"><strong>{text}</strong> {escape(reasons)}</p>'
 
 

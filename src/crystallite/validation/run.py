@@ -93,10 +93,18 @@ def validate(
         parts,
         *(((), {}) if watch is None else watch.done()),
         None if levels is None else _sweep_like(original, model, data, measured, levels, rules),
+        _guarantee(model),
     )
     if not isinstance(reorganized, nn.Module):
         attach_verdict(Path(reorganized), verdict.to_json())
     return verdict
+
+
+def _guarantee(model: nn.Module) -> str | None:
+    """The sentence about it in the record of a model that was fitted to a tolerance."""
+    record: Any = getattr(model, "reorganization", None)
+    found = None if record is None else record.options.get("guarantee")
+    return None if found is None else str(found["text"])
 
 
 class _Both:

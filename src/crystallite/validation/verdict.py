@@ -40,6 +40,7 @@ class Verdict:
     layers: tuple[LayerDeviation, ...] = ()
     skipped_layers: dict[str, str] = field(default_factory=dict)  # name → why it was not compared
     sweep: Sweep | None = None
+    guarantee: str | None = None  # what was shown when the model was fitted, on other samples
 
     @property
     def passed(self) -> bool:
@@ -80,6 +81,7 @@ class Verdict:
                 "layers": {layer.name: layer.deviation for layer in self.layers},
                 "skipped_layers": self.skipped_layers,
                 "sweep": self.sweep and self.sweep.to_json(),
+                "guarantee": self.guarantee,
             }
         )
 
@@ -100,6 +102,7 @@ class Verdict:
     def __repr__(self) -> str:
         lines = [f"{'PASSED' if self.passed else 'FAILED'} on {self.samples} sample{'s' * (self.samples != 1)}"]
         lines += [f"  {_SIGNS[o.status]} {o.reason}" for o in self.outcomes]
+        lines += [f"  {self.guarantee}"] if self.guarantee else []
         rows = [["output", "deviation: mean", "99 %", "worst", "cosine: mean", "worst", "agreement"]]
         for output in (o.to_json() for o in self.comparison.outputs):
             deviation = (output["mean_deviation"], output["deviation"]["99%"], output["deviation"]["worst"])
