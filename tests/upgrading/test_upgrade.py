@@ -105,6 +105,26 @@ def test_with_the_output_layer_the_whole_network_separates(trained):
             assert_close(small(other)[:, writes], part(x[:, reads]))
 
 
+def test_padding_is_not_learned():
+    class Pair(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+
+        def forward(self, x, attention_mask):
+            return self.layers(x)
+
+    torch.manual_seed(0)
+    net, x, mask = Pair(), torch.randn(16, 6, 8), torch.ones(16, 6)
+    mask[:, 4:] = 0
+    found = []
+    for padding in (0.0, 3.0):
+        data = [{"x": torch.where(mask[..., None] == 1, x, padding), "attention_mask": mask}]
+        small = upgrade(net, blocks=2, data=data, epochs=3, partition="random")
+        found.append(cx.restore(small).state_dict())
+    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+
+
 def test_without_labels_it_learns_what_the_dense_model_returns(trained):
     net, loader, x, y = trained
     images = [batch for batch, _ in loader]

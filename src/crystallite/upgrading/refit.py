@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
 from crystallite.errors import InvalidOption
 from crystallite.upgrading.partition import Partition
-from crystallite.upgrading.running import call
+from crystallite.upgrading.running import call, real_positions
 from crystallite.upgrading.weights import owner
 from crystallite.validation.batches import Batch
 
@@ -75,7 +75,7 @@ def _regression(model: nn.Module, dense: nn.Module, name: str, batch: Batch) -> 
     if isinstance(layer, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
         count = max(1, _PATCHES // t[0, 0].numel())
         return _patches(layer, x[:count]), t[:count].movedim(1, -1).flatten(0, -2)
-    real = _real(batch, x)
+    real = real_positions(batch, x)
     return x.flatten(0, -2)[real], t.flatten(0, -2)[real]
 
 
@@ -174,11 +174,3 @@ class _Seen(Exception):
     def __init__(self, read: Any, written: Any) -> None:
         super().__init__()
         self.read, self.written = read, written
-
-
-def _real(batch: Batch, x: Tensor) -> Tensor | slice:
-    """Positions that are no padding."""
-    mask = batch.named.get("attention_mask")
-    if isinstance(mask, Tensor) and mask.shape == x.shape[:-1]:
-        return mask.flatten().bool().to(x.device)
-    return slice(None)

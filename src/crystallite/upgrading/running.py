@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from crystallite.validation.batches import Batch
 from crystallite.validation.outputs import main_output
 
-__all__ = ["call", "device_of"]
+__all__ = ["call", "device_of", "moved", "real_positions"]
 
 
 def call(model: nn.Module, batch: Batch) -> Tensor:
@@ -26,3 +26,11 @@ def device_of(model: nn.Module) -> torch.device:
 
 def moved(value: Any, device: torch.device) -> Any:
     return value.to(device) if isinstance(value, Tensor) else value
+
+
+def real_positions(batch: Batch, x: Tensor) -> Tensor | slice:
+    """Positions that are no padding."""
+    mask = batch.named.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.shape == x.shape[:-1]:
+        return mask.flatten().bool().to(x.device)
+    return slice(None)

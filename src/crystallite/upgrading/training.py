@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from crystallite.errors import InvalidOption
 from crystallite.upgrading.checkpoint import Checkpoints, State
-from crystallite.upgrading.running import call, device_of, moved
+from crystallite.upgrading.running import call, device_of, moved, real_positions
 from crystallite.upgrading.straight_through import Gate
 from crystallite.upgrading.weights import weight_of
 from crystallite.validation.batches import Batch, batches
@@ -172,15 +172,21 @@ def _loss(model: nn.Module, loss: Loss, batch: Batch) -> Tensor:
 
 
 def _similarity(model: nn.Module, dense: nn.Module, ends: Sequence[str], batch: Batch) -> Tensor:
-    """Squared error to the dense model relative to its variance: of the output, and on average of the chains' ends."""
+    """Squared error to the dense model relative to its variance: of the output, and on average of the chains' ends.
+
+    Padded positions (an `attention_mask` of zeros) do not count.
+    """
     with torch.no_grad(), _watched(dense, ends) as expected:
         target = call(dense, batch)
     with _watched(model, ends) as found:
-        error = _relative(call(model, batch), target)
-    return error + sum((_relative(found[name], expected[name]) for name in ends), torch.zeros(())) / len(ends)
+        error = _relative(call(model, batch), target, batch)
+    return error + sum((_relative(found[name], expected[name], batch) for name in ends), torch.zeros(())) / len(ends)
 
 
-def _relative(found: Tensor, expected: Tensor) -> Tensor:
+def _relative(found: Tensor, expected: Tensor, batch: Batch) -> Tensor:
+    if expected.ndim > 2:
+        real = real_positions(batch, expected)
+        found, expected = (value.flatten(0, -2)[real] for value in (found, expected))
     return (found - expected).square().mean() / expected.var().clamp_min(1e-12)
 
 
