@@ -40,6 +40,7 @@ $(VENV)/.dev: $(BIN)/python pyproject.toml constraints.txt
 
 $(VENV)/.bench: $(VENV)/.dev
 	$(PIP) -e '.[dev,bench]'
+	$(PIP) --no-deps g2p-en
 	@touch $@
 
 clean:

@@ -1,7 +1,9 @@
 """Smaller operators without training: quality against multiply-adds and against measured time, beside baselines.
 
 `python -m benchmarks.fitted [--tasks minilm mnist …] [--seeds 3] [--mnist DATA.npz] [--wordnet FOLDER]`. No method sees
-labels or what it is judged by. Stores benchmarks/results/fitted.json and draws docs/figures/fitted.svg from it.
+labels or what it is judged by, but for the narrow network, which is trained like the dense one. ONNX Runtime, fp32 and
+dynamic int8, is what a CPU user would pick instead. Stores benchmarks/results/fitted.json and draws
+docs/figures/fitted.svg from it.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ import re
 import resource
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,72 +24,115 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks import baselines, fitted_tasks
+from benchmarks import fitted_tasks
 from benchmarks.fitted_tasks import Task
 from benchmarks.timing import RESULTS, show, store
+from crystallite.baselines import METHODS
+from crystallite.baselines.compare import makers
+from crystallite.errors import CrystalliteError
 from crystallite.refitting import fit
+from crystallite.refitting.groups import first_samples
+from crystallite.reorganization.units import find_units
+from crystallite.validation.batches import Batch, batches, run
+from crystallite.validation.cost import count_macs
 
 FIGURE = Path(__file__).parent.parent / "docs" / "figures" / "fitted.svg"
 _OURS = "fitted"
+_DENSE = ("ONNX Runtime fp32", "ONNX Runtime int8")  # what runs the dense model, whatever the budget
 
 
-def measured(task: Task, seed: int, budgets: list[float], only: str = "", blocks: tuple[int, ...] = ()) -> list[dict]:
+def measured(
+    task: Task, seed: int, budgets: list[float], only: str = "", blocks: tuple[int, ...] = (),
+    methods: Sequence[str] = tuple(METHODS),
+) -> list[dict]:  # fmt: skip
     """A row for each method and budget. only: a regular expression; layers of other names stay as they are."""
-    names = [name for name in baselines.layers_of(task.model, task.ignore) if re.search(only, name)]
-    uses = baselines.positions(task.model, names, task.timed[0])
-    groups = [group for group in task.groups if {*group.writers, group.reader} <= set(names)]
-    norms = baselines.input_norms(task.model, names, task.calibration)
+    names = [
+        unit.name
+        for unit in find_units(task.model, ["*"], [])
+        if re.search(only, unit.name) and not any(part in unit.name for part in task.ignore)
+    ]
+    timed = list(batches(task.timed))
+    groups = [group for group in task.groups if {name.rpartition(".")[0] for name, _ in group.carried} <= set(names)]
     made: dict[tuple[str, float], nn.Module] = {("dense", 1.0): task.model}
     told: dict[tuple[str, float], dict] = {("dense", 1.0): task.judge(task.model)}
+
+    def add(method: str, budget: float, make: Callable[[], nn.Module]) -> None:
+        start, used = time.perf_counter(), time.process_time()
+        try:
+            with one_thread() if "ONNX" in method else torch.enable_grad():
+                made[method, budget] = make().eval()
+        except CrystalliteError as error:
+            print(f"{task.name}, seed {seed}, budget {budget}: {method} skipped: {error}")
+            return
+        cost = {
+            "made in s": time.perf_counter() - start, "processor s": time.process_time() - used,
+            "peak GB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+        }  # fmt: skip
+        told[method, budget] = {**task.judge(made[method, budget]), **cost}
+        show(task.name, [{"seed": seed, "method": method, "budget": budget, **told[method, budget]}])
+
     for budget in budgets:
-        makers: dict[str, Callable[[], nn.Module]] = {
-            "magnitude": partial(baselines.pruned, task.model, groups, uses, budget),
-            "Wanda score": partial(baselines.pruned, task.model, groups, uses, budget, norms),
-            "SVD": partial(baselines.decomposed, task.model, uses, budget),
-            _OURS: partial(fit, task.model, budget=budget, calibration=task.calibration, targets=names, seed=seed),
-        }
-        if all(isinstance(task.model.get_submodule(name), nn.Linear) for name in names):
-            makers["random blocks"] = partial(baselines.random_blocks, task.model, uses, budget, seed)
+        fitted = partial(fit, task.model, calibration=task.calibration, targets=names, seed=seed)
+        add(_OURS, budget, partial(fitted, budget=budget))
         if round(1 / budget) in blocks:
-            makers["fitted blocks"] = partial(
-                fit, task.model, blocks=round(1 / budget), calibration=task.calibration, targets=names, seed=seed
-            )
-        for method, make in makers.items():
-            start, used = time.perf_counter(), time.process_time()
-            made[method, budget] = make().eval()
-            cost = {
-                "made in s": time.perf_counter() - start, "processor s": time.process_time() - used,
-                "peak GB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
-            }  # fmt: skip
-            told[method, budget] = {**task.judge(made[method, budget]), **cost}
-            show(task.name, [{"seed": seed, "method": method, "budget": budget, **told[method, budget]}])
-    times = best_times(made, task.timed)
+            add("fitted blocks", budget, partial(fitted, blocks=round(1 / budget)))
+        if (_OURS, budget) not in made:
+            continue
+        small = made[_OURS, budget]
+        if task.retrain is not None:
+            share = count_macs(small, timed[0]) / count_macs(task.model, timed[0])
+            add("narrow, retrained", budget, partial(task.retrain, share))
+        others = makers(task.model, small, task.calibration, timed[0], groups or None, names, (), seed)
+        for method in methods:
+            at = 1.0 if method in _DENSE else budget
+            if (method, at) not in made:
+                add(method, at, others[method])
+    macs = {key: _macs(key, made, timed[0]) for key in made}
+    times, single = (best_times(made, some) for some in (timed, [first_samples(batch, 1) for batch in timed]))
+    dense = ("dense", 1.0)
     return [
         {
             "task": task.name + (", feed-forward only" if only else ""), "seed": seed, "method": key[0],
-            "budget": key[1], "multiply-adds": baselines.macs(model, uses) / baselines.macs(task.model, uses),
-            "ms": 1000 * times[key], "speed-up": times["dense", 1.0] / times[key], **told[key],
+            "budget": key[1], "multiply-adds": macs[key] / macs[dense],
+            "ms": 1000 * times[key], "speed-up": times[dense] / times[key],
+            "ms batch 1": 1000 * single[key], "speed-up batch 1": single[dense] / single[key], **told[key],
         }
-        for key, model in made.items()
+        for key in made
     ]  # fmt: skip
 
 
-def best_times(models: Mapping[Any, nn.Module], batches: Sequence[Any], repeats: int = 7) -> dict[Any, float]:
+def _macs(key: tuple[str, float], made: Mapping[tuple[str, float], nn.Module], batch: Batch) -> int:
+    """Multiply-adds of the whole model; ONNX Runtime has those of the model that it runs."""
+    method, budget = key
+    if "ONNX" in method:
+        key = ("dense", 1.0) if method in _DENSE else (_OURS, budget)
+    return count_macs(made[key], batch)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def best_times(models: Mapping[Any, nn.Module], some: Sequence[Batch], repeats: int = 7) -> dict[Any, float]:
     """Seconds that each model takes for all batches: the best of several runs of each batch, in turns.
 
     One thread, and the time that the processor spent on it: on a quiet machine that is the time that passes, and on a
     busy one it still is nearly the same.
     """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    best = {(key, place): math.inf for key in models for place in range(len(batches))}
-    for _ in range(repeats):
-        for key, place in best:
-            start = time.process_time()
-            baselines.call(models[key], batches[place])
-            best[key, place] = min(best[key, place], time.process_time() - start)
-    torch.set_num_threads(threads)
-    return {key: sum(best[key, place] for place in range(len(batches))) for key in models}
+    best = {(key, place): math.inf for key in models for place in range(len(some))}
+    with one_thread(), torch.inference_mode():
+        for _ in range(repeats):
+            for key, place in best:
+                start = time.process_time()
+                run(models[key], some[place])
+                best[key, place] = min(best[key, place], time.process_time() - start)
+    return {key: sum(best[key, place] for place in range(len(some))) for key in models}
 
 
 def summarised(rows: list[dict]) -> list[dict]:
@@ -97,7 +143,8 @@ def summarised(rows: list[dict]) -> list[dict]:
         same = [r for r in rows if (r["task"], r["method"], r["budget"]) == key]
         kept = [100 * r["quality"] / dense[r["task"], r["seed"]] for r in same]
         row = {"task": key[0], "method": key[1], "budget": key[2], "seeds": len(same)}
-        for column in ("quality", "MRR", "cosine", "loss", "multiply-adds", "ms", "speed-up"):
+        for column in ("quality", "MRR", "cosine", "loss", "multiply-adds", "ms", "speed-up", "ms batch 1",
+                       "speed-up batch 1"):  # fmt: skip
             values = [r[column] for r in same if column in r]
             if values:
                 row |= {column: statistics.mean(values), f"± {column}": statistics.pstdev(values)}
@@ -159,7 +206,23 @@ def characters(options: argparse.Namespace, seed: int) -> list[dict]:
     return measured(fitted_tasks.characters(seed), seed, options.budgets or [0.75, 0.5, 0.25])
 
 
-TASKS = {"minilm": minilm, "feed-forward": feed_forward, "mnist": mnist, "characters": characters}
+def cnn(options: argparse.Namespace, seed: int) -> list[dict]:
+    from benchmarks.fitted_units import digits_cnn
+
+    return measured(digits_cnn(seed), seed, options.budgets or [0.5, 0.25])
+
+
+def g2p(options: argparse.Namespace, seed: int) -> list[dict]:
+    """Judged by speaking phoneme after phoneme, which is no part of what an ONNX file holds."""
+    from benchmarks.fitted_units import g2p as task
+
+    methods = [method for method in METHODS if "ONNX" not in method]
+    return measured(task(seed, wordnet=options.wordnet), seed, options.budgets or [0.75, 0.5], methods=methods)
+
+
+TASKS = {
+    "minilm": minilm, "feed-forward": feed_forward, "mnist": mnist, "characters": characters, "cnn": cnn, "g2p": g2p,
+}  # fmt: skip
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -8,6 +8,7 @@ import random
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks import upgrade
-from benchmarks.baselines import Group
+from crystallite.baselines import Group
+from crystallite.validation.batches import Batch
+from crystallite.validation.cost import count_macs
 
 WORDNET = "/usr/share/wordnet"  # of the Debian package wordnet-base
 _TOKENS = 64  # of a text that are read
@@ -29,7 +32,9 @@ _WINDOW = 64  # characters
 class Task:
     """A trained model, inputs to calibrate with, and a judge that sees other inputs.
 
-    judge: quality in percent and other numbers of a model; timed: inputs whose processing time is measured.
+    judge: quality in percent and other numbers of a model; timed: inputs whose processing time is measured; groups:
+    neurons that pruning may take out, none: as the library finds them; retrain: a narrower network with so large a
+    share of the multiply-adds, trained from the start like the model.
     """
 
     name: str
@@ -41,6 +46,7 @@ class Task:
     ignore: tuple[str, ...]  # layers that every method leaves alone
     calibrated_on: frozenset[Any]  # what the samples to calibrate with are, told in a way that can be compared
     judged_on: frozenset[Any]
+    retrain: Callable[[float], nn.Module] | None = None
 
     def __post_init__(self) -> None:
         shared = self.calibrated_on & self.judged_on
@@ -160,21 +166,35 @@ def retrieval(wordnet: str, seed: int, texts: int = 1000, queries: int = 1000) -
     random.Random(seed).shuffle(calibration)
     some = sorted((e.gloss for e in judged[:512]), key=len)
     return Task(
-        "MiniLM, WordNet retrieval", model, calibration, judge, list(encoded(some))[::4], _bert_groups(model.encoder),
+        "MiniLM, WordNet retrieval", model, calibration, judge, list(encoded(some))[::4], _bert_groups(model),
         ("pooler",), frozenset(mixed), frozenset(text for e in judged for text in (e.gloss, e.word)),
     )  # fmt: skip
 
 
-def _bert_groups(encoder: Any) -> list[Group]:
+def _bert_groups(model: Any) -> list[Group]:
     """Hidden neurons of the feed-forward pairs, and attention heads."""
-    width = encoder.config.hidden_size // encoder.config.num_attention_heads
+    config = model.encoder.config
     found = []
-    for i in range(encoder.config.num_hidden_layers):
+    for i in range(config.num_hidden_layers):
         layer = f"encoder.encoder.layer.{i}"
-        found.append(Group((f"{layer}.intermediate.dense",), f"{layer}.output.dense"))
-        heads = tuple(f"{layer}.attention.self.{name}" for name in ("query", "key", "value"))
-        found.append(Group(heads, f"{layer}.attention.output.dense", width))
+        found.append(Group.between(model, [f"{layer}.intermediate.dense"], f"{layer}.output.dense"))
+        heads = [f"{layer}.attention.self.{name}" for name in ("query", "key", "value")]
+        width = config.hidden_size // config.num_attention_heads
+        found.append(Group.between(model, heads, f"{layer}.attention.output.dense", width))
     return found
+
+
+def narrower(made: Callable[[int], nn.Module], widths: range, share: float, batch: Any) -> nn.Module:
+    """The widest network, by falling widths, with at most this share of the multiply-adds of the first."""
+    sample = Batch(0, len(batch), (batch,))
+    limit = share * count_macs(made(widths[0]), sample)
+    return next(net for net in map(made, widths) if count_macs(net, sample) <= limit)
+
+
+def _perceptron(width: int = 512) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(784, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10)
+    )  # fmt: skip
 
 
 def mnist(path: str, seed: int, images: int = 4096) -> Task:
@@ -183,12 +203,18 @@ def mnist(path: str, seed: int, images: int = 4096) -> Task:
     x, test = (torch.from_numpy(stored[name]).float() / 255 for name in ("Xtr", "Xte"))
     y, test_y = (torch.from_numpy(stored[name]).long() for name in ("ytr", "yte"))
     torch.manual_seed(seed)
-    model = upgrade.train(upgrade.network(), upgrade.Shuffled(x, y), 5, 1e-3, decay=False).eval()
+    model = upgrade.train(_perceptron(), upgrade.Shuffled(x, y), 5, 1e-3, decay=False).eval()
     some = calibration_images(x, test, seed, images)
+
+    def retrain(share: float) -> nn.Module:
+        torch.manual_seed(seed)
+        narrow = narrower(_perceptron, range(512, 0, -4), share, x[:1])
+        return upgrade.train(narrow, upgrade.Shuffled(x, y), 5, 1e-3, decay=False).eval()
+
     return Task(
         "MLP 784-512-512-10, MNIST", model, list(some.split(256)),
         lambda small: {"quality": upgrade.accuracy(small, test, test_y)}, list(test[:1024].split(128)),
-        [Group(("0",), "2"), Group(("2",), "4")], (), _prints(some), _prints(test),
+        [Group.between(model, ["0"], "2"), Group.between(model, ["2"], "4")], (), _prints(some), _prints(test), retrain,
     )  # fmt: skip
 
 
@@ -260,17 +286,25 @@ def characters(seed: int, steps: int = 400, windows: int = 400) -> Task:
     def numbers(some: list[str]) -> Tensor:
         return torch.tensor([[number[c] for c in window] for window in some])
 
-    torch.manual_seed(seed)
-    model = CharacterModel(len(known))
-    optimizer = torch.optim.AdamW(model.parameters(), 2e-3)
     data = numbers(learned)
-    for step in range(steps):
-        optimizer.param_groups[0]["lr"] = 2e-3 * min(1, step / 50) * (1 - step / steps)
-        x = data[torch.randint(len(data), (32,))]
-        optimizer.zero_grad()
-        F.cross_entropy(model(x[:, :-1]).flatten(0, 1), x[:, 1:].flatten()).backward()
-        optimizer.step()
-    model.eval()
+
+    def trained(width: int) -> CharacterModel:
+        torch.manual_seed(seed)
+        model = CharacterModel(len(known), width)
+        optimizer = torch.optim.AdamW(model.parameters(), 2e-3)
+        for step in range(steps):
+            optimizer.param_groups[0]["lr"] = 2e-3 * min(1, step / 50) * (1 - step / steps)
+            x = data[torch.randint(len(data), (32,))]
+            optimizer.zero_grad()
+            F.cross_entropy(model(x[:, :-1]).flatten(0, 1), x[:, 1:].flatten()).backward()
+            optimizer.step()
+        return model.eval()
+
+    def retrain(share: float) -> nn.Module:
+        narrow = narrower(partial(CharacterModel, len(known)), range(128, 0, -4), share, data[:1])
+        return trained(narrow.norm.normalized_shape[0])
+
+    model = trained(128)
     test, used = numbers(judged), learned[:windows]
 
     @torch.inference_mode()
@@ -282,10 +316,10 @@ def characters(seed: int, steps: int = 400, windows: int = 400) -> Task:
 
     groups = []
     for i in range(len(model.layers)):
-        groups.append(Group((f"layers.{i}.up",), f"layers.{i}.down"))
-        heads = tuple(f"layers.{i}.{name}" for name in ("query", "key", "value"))
-        groups.append(Group(heads, f"layers.{i}.output", model.layers[i].width))
+        groups.append(Group.between(model, [f"layers.{i}.up"], f"layers.{i}.down"))
+        heads = [f"layers.{i}.{name}" for name in ("query", "key", "value")]
+        groups.append(Group.between(model, heads, f"layers.{i}.output", model.layers[i].width))
     return Task(
         "char-LM, Python's library", model, list(numbers(used).split(32)), judge, list(test[:64].split(32)), groups,
-        ("head",), frozenset(used), frozenset(judged),
+        ("head",), frozenset(used), frozenset(judged), retrain,
     )  # fmt: skip

@@ -71,6 +71,8 @@ def test_minilm_from_analysis_to_a_served_model(tmp_path, capsys):
     assert "served once in process" in text
     before, after = map(float, re.search(r"retrieval +([\d.]+)% +([\d.]+)%", text).groups())
     assert after > 0.8 * before > 0
+    assert re.search(r"\nmagnitude +\d+\.\d% ", text)
+    assert "Quality and cost" in (out / "report.html").read_text()
     assert cx.read_manifest(out / "minilm-fitted")["verdict"]["passed"]
     assert "all-MiniLM-L6-v2" in (out / "report.html").read_text()
     shutil.rmtree(out)

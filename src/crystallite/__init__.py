@@ -15,6 +15,7 @@ from crystallite.operators.conv import BlockConv
 from crystallite.operators.coupling import BorderedLinear, CoupledLinear
 from crystallite.operators.feedforward import BlockFeedForward
 from crystallite.operators.linear import BlockLinear
+from crystallite.operators.low_rank_recurrent import LowRankRecurrent
 from crystallite.operators.recurrent import BlockRecurrent
 from crystallite.reorganization.huggingface import register_reader as _register_reader
 from crystallite.reorganization.subnetworks import Subnetworks, subnetworks
@@ -53,6 +54,7 @@ __all__ = [
     "InvalidOption",
     "LevelProfile",
     "LoadedBlock",
+    "LowRankRecurrent",
     "MatrixAnalysis",
     "Modules",
     "Permutation",

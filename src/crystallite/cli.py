@@ -12,10 +12,10 @@ from importlib.metadata import version
 from pathlib import Path
 
 from crystallite import exporting
+from crystallite.baselines import command as bench
 from crystallite.errors import CrystalliteError, InvalidOption
 from crystallite.options import add_annealing
 from crystallite.report import command as report
-from crystallite.serving import bench_command as bench
 from crystallite.serving import command as serve
 from crystallite.upgrading import command as upgrade
 from crystallite.validation import command as validate

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -14,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from crystallite.analysis import analyze
 from crystallite.artifact import attach_verdict, save
+from crystallite.baselines import METHODS, Row, compare, table
 from crystallite.dispatch import reorganize
 from crystallite.errors import CrystalliteError
 from crystallite.reorganization.summary import summary
@@ -21,6 +21,7 @@ from crystallite.report import report
 from crystallite.serving import Service
 from crystallite.upgrading import upgrade
 from crystallite.validation import Verdict, sweep, validate
+from crystallite.validation.verdict import text_table
 
 __all__ = ["run"]
 
@@ -60,9 +61,10 @@ def run(out: Path) -> None:
 
     print("5. Each beside the original on the same images, which none has seen\n")
     verdicts = {}
+    judged = list(zip(*(part.split(100) for part in test), strict=True))
     for name, model in (("fitted", fitted), ("in-blocks", small)):
         verdicts[name] = validate(
-            dense, model.eval(), list(zip(*(part.split(100) for part in test), strict=True)), "accuracy",
+            dense, model.eval(), judged, "accuracy",
             max_drop=0.03, min_agreement=0.9, max_relative_deviation=None, layers=False,
         )  # fmt: skip
         print(f"{name}: {verdicts[name]}\n")
@@ -74,12 +76,18 @@ def run(out: Path) -> None:
             served = torch.as_tensor(service.infer(test[0].numpy()))
             difference = float((served - model(test[0])).abs().max())
         print(f"Saved, and served once in process: answers differ by at most {difference:.0e} from the model's.\n")
+
+    print("6. Beside what others make of the network without training, at the multiply-adds of the fitted one\n")
+    others = [name for name in METHODS if name != "ONNX Runtime fp32"]  # each export takes seconds
+    beside = {"in-blocks": small}
+    rows = compare(dense, fitted, judged, "accuracy", calibration=train[0], methods=others, beside=beside)
+    print(f"{table(rows)}\n")
     page, verdict = out / "report.html", verdicts["in-blocks"]
     report(
-        weights, page, reorganized=small, verdict=verdict, sweep=levels, front=_front(verdicts),
+        weights, page, reorganized=small, verdict=verdict, sweep=levels, front=[row.to_json() for row in rows],
         title="Handwritten digits", null="init",
     )  # fmt: skip
-    _table(verdicts)
+    _table(verdicts, {row.name: row for row in rows})
     print(f"\nWritten: {weights}, {', '.join(str(out / f'digits-{name}') for name in verdicts)}\nReport:  {page}")
 
 
@@ -108,30 +116,14 @@ def _fit(model: nn.Module, data: tuple[Tensor, Tensor], epochs: int = 20) -> Non
             optimizer.step()
 
 
-def _front(verdicts: dict[str, Verdict]) -> list[dict[str, Any]]:
-    """Quality and cost of the original and of what was made of it."""
-    rows: list[dict[str, Any]] = []
-    for name, verdict in verdicts.items():
-        assert verdict.metric is not None
-        both = zip(verdict.macs, _pair(verdict.latency[0]), _pair(verdict.metric), strict=True)
-        original, reorganized = (
-            {"macs": macs, "latency_ms": 1e3 * seconds, "quality": quality} for macs, seconds, quality in both
-        )
-        rows += [] if rows else [{"name": "original", "family": "dense", **original}]
-        rows.append({"name": name, "family": name, **reorganized})
-    return rows
-
-
-def _table(verdicts: dict[str, Verdict]) -> None:
-    rows = _front(verdicts)
-    first = next(iter(verdicts.values()))
-    sizes = [first.parameters[0], *(verdict.parameters[1] for verdict in verdicts.values())]
-    print(f"{'':16}{'before':>14}" + "".join(f"{name:>14}" for name in verdicts))
-    print(f"{'test accuracy':16}" + "".join(f"{row['quality']:>14.1%}" for row in rows))
-    print(f"{'parameters':16}" + "".join(f"{size:>14,}" for size in sizes))
-    print(f"{'multiply-adds':16}" + "".join(f"{row['macs']:>14,}" for row in rows))
-    print(f"{'milliseconds':16}" + "".join(f"{row['latency_ms']:>14.2f}" for row in rows))
-
-
-def _pair(value: Any) -> tuple[float, float]:
-    return value.original, value.reorganized
+def _table(verdicts: dict[str, Verdict], rows: dict[str, Row]) -> None:
+    shown = [rows[name] for name in ("dense", *verdicts)]
+    sizes = [next(iter(verdicts.values())).parameters[0], *(verdict.parameters[1] for verdict in verdicts.values())]
+    lines = [
+        ["", "before", *verdicts],
+        ["test accuracy", *(f"{row.quality:.1%}" for row in shown)],
+        ["parameters", *(f"{size:,}" for size in sizes)],
+        ["multiply-adds", *(f"{row.macs:,}" for row in shown)],
+        [f"milliseconds for {shown[0].batch}", *(f"{row.latency_ms:.2f}" for row in shown)],
+    ]
+    print("\n".join(text_table(lines)))

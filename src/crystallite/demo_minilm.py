@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from crystallite.analysis import analyze
 from crystallite.artifact import attach_verdict, save
+from crystallite.baselines import compare, table
 from crystallite.dispatch import reorganize
 from crystallite.errors import CrystalliteError
 from crystallite.opening import open_pretrained
@@ -33,6 +34,7 @@ _BUDGET = 0.5
 _CALIBRATION, _PAIRS = 800, 200  # texts to fit to; docstrings to judge by, two texts of each
 _LENGTH = 64  # tokens that are read of a text
 _BATCH = 32
+_METHODS = ("magnitude", "SVD", "random blocks")  # the others take longer: `crystallite bench --baselines` has them
 
 
 class SentenceEncoder(nn.Module):
@@ -96,8 +98,15 @@ def run(out: Path) -> None:
     with torch.inference_mode():
         difference = float((served - small(ids)).abs().max())
     print(f"Saved, and served once in process: answers differ by at most {difference:.0e} from the model's.\n")
+
+    print("5. Beside what others make of it without training, at the same multiply-adds\n")
+    rows = compare(dense, small, test, "retrieval", calibration=calibration, methods=_METHODS)
+    print(f"{table(rows)}\n")
     page = out / "report.html"
-    report(folder, page, reorganized=small, verdict=verdict, sweep=levels, title="all-MiniLM-L6-v2")
+    report(
+        folder, page, reorganized=small, verdict=verdict, sweep=levels, front=[row.to_json() for row in rows],
+        title="all-MiniLM-L6-v2",
+    )  # fmt: skip
     _table(verdict)
     print(f"\nWritten: {artifact}\nReport:  {page}")
 

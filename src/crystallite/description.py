@@ -27,14 +27,18 @@ from crystallite.operators.conv import BlockConv
 from crystallite.operators.coupling import BorderedLinear, CoupledLinear
 from crystallite.operators.feedforward import BlockFeedForward
 from crystallite.operators.linear import BlockLinear
+from crystallite.operators.low_rank_recurrent import LowRankRecurrent
 from crystallite.operators.recurrent import BlockRecurrent
 
 __all__ = ["OPERATORS", "build", "check_indices", "describe", "describe_parts", "put_", "replace"]
 
 OPERATORS: dict[str, Any] = {
     cls.__name__: cls
-    for cls in (BlockChain, BlockConv, BlockFeedForward, BlockLinear, BlockRecurrent, BorderedLinear, CoupledLinear)
-}
+    for cls in (
+        BlockChain, BlockConv, BlockFeedForward, BlockLinear, BlockRecurrent, BorderedLinear, CoupledLinear,
+        LowRankRecurrent,
+    )
+}  # fmt: skip
 
 _CONTAINERS: dict[str, type[nn.Module]] = {cls.__name__: cls for cls in (nn.Sequential, nn.ModuleList)}
 

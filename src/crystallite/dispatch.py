@@ -31,12 +31,12 @@ def reorganize(model: nn.Module, **options: Any) -> nn.Module:
     - `fold` (True): put the order of hidden neurons into the stored weights where the model allows it.
     - `only_if_faster` (True): replace a layer only where its blocks are expected to run faster on a CPU.
 
-    **Fitted**, with `budget`, `blocks` or `tolerance`: linear layers become the smaller operators that keep most of
+    **Fitted**, with `budget`, `blocks` or `tolerance`: layers become the smaller operators that keep most of
     what the model computes, fitted in closed form to inputs like its own. The dense weights are gone afterwards.
 
     - `calibration`: batches of inputs as for `cx.validate`, without targets: a few times as many samples, or tokens, as
       the widest layer has inputs. The last fifth only judges.
-    - `budget`: the share of the linear layers' multiply-adds to keep; they go where that does
+    - `budget`: the share of the layers' multiply-adds to keep; they go where that does
       least damage to the outputs.
     - `blocks`: every layer as so many independent blocks; `joint`: one partition through consecutive layers.
     - `tolerance`, `confidence` (.95): the cheapest budget whose `risk` ("deviation": mean relative deviation from the

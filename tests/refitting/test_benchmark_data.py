@@ -43,7 +43,7 @@ def test_no_text_is_calibrated_with_and_judged_by(wordnet, seed):
 @pytest.mark.parametrize("seed", range(3))
 def test_images_that_are_in_both_sets_only_judge(seed):
     images = torch.rand(40, 6, generator=torch.Generator().manual_seed(0))
-    used = calibration_images(images, torch.cat([images[5:25], torch.rand(9, 6)]), seed, 15)
+    used = calibration_images(images, torch.cat([images[5:25], torch.rand(9, 6) + 1]), seed, 15)
     assert used.shape == (15, 6)
     assert not (used[:, None] == images[None, 5:25]).all(2).any()
 

@@ -1,6 +1,7 @@
 """Least squares from sums agrees with least squares from samples, whatever the batches."""
 
 import pickle
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from crystallite.errors import InvalidOption
 from crystallite.refitting.forms import Shape, approximate, block_weights, low_rank_factors
 from crystallite.refitting.pruning import eliminate
 from crystallite.refitting.regression import Moments, Regression
+from crystallite.refitting.sequential import form_of
 from tests.operators.tolerance import RELATIVE
 
 EXACT = RELATIVE[torch.float64] * 1e4  # sums of squares lose half of the digits where most of them cancel
@@ -168,7 +170,7 @@ def test_a_layer_that_goes_on_as_it_is_needs_no_targets(with_bias):
     expected = Regression.solve(moments(x, t), moments(held, held_t), own, with_bias, 0.01)
     found = Regression.of_layer(moments(x, x[:, :0]), moments(held, held[:, :0]), own, bias, 0.01)
     for name, value in vars(expected).items():
-        torch.testing.assert_close(torch.as_tensor(vars(found)[name]), torch.as_tensor(value), rtol=EXACT, atol=EXACT)
+        torch.testing.assert_close(vars(found)[name], value, rtol=EXACT, atol=EXACT)
     other = torch.randn_like(own)
     assert found.error(other) == pytest.approx(expected.error(other), rel=EXACT)
 
@@ -178,3 +180,26 @@ def test_the_error_of_a_layer_that_reads_little_needs_only_what_it_reads():
     kept, weight = eliminate(found, [3])[3]
     assert found.error(weight, kept) == pytest.approx(found.error(weight), rel=EXACT)
     torch.testing.assert_close(weight[:, kept], found.restricted(kept).weight, rtol=EXACT, atol=EXACT)
+
+
+def test_outputs_that_matter_more_are_kept_better():
+    """Where outputs are weighed, a low rank does less damage; what loses nothing is the same as without."""
+    x, t, held, held_t, own = problem()
+    chance = torch.Generator().manual_seed(5)
+    root = torch.linalg.cholesky(torch.diag(torch.tensor([100.0, 1, 1, 1, 0.01], dtype=torch.float64)))
+    root = root + 0.1 * torch.tril(torch.randn(5, 5, generator=chance, dtype=torch.float64), -1)
+    plain = Regression.solve(moments(x, t), moments(held, held_t), own, True, 0.01)
+    weighed = Regression.solve(moments(x, t @ root), moments(held, held_t @ root), root.T @ own, True, 0.01)
+    weighed = replace(weighed, root=root)
+    torch.testing.assert_close(weighed.own, plain.weight, rtol=EXACT, atol=EXACT)
+    cells = ((np.array([0, 1]), np.array([0, 1])), (np.array([2, 3, 4]), np.array([2, 3])))
+    for shape in (Shape(), Shape(cells=cells)):
+        found, expected = form_of(weighed, shape), form_of(plain, shape)
+        for name in ("weight", "bias"):
+            torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=EXACT, atol=EXACT)
+
+    def damage(form):
+        wrong = root.T @ (form.weight - plain.weight)
+        return float(((wrong @ plain.metric) * wrong).sum())
+
+    assert damage(form_of(weighed, Shape(2))) < 0.9 * damage(form_of(plain, Shape(2)))

@@ -77,8 +77,8 @@ def test_layers_of_other_kinds_are_named_in_the_summary():
 
     torch.manual_seed(0)
     model = Mixed()
-    small = fit(model, budget=0.6, calibration=torch.randint(9, (200, 5)))
+    small = fit(model, blocks=2, calibration=torch.randint(9, (200, 5)))
     became = {change.name: change.became for change in cx.summary(small).changes}
     assert became["table"].startswith("left alone: Embedding is a look-up table")
-    assert became["recurrent"].startswith("left alone: only linear layers are fitted, this is a GRU")
+    assert became["recurrent"].startswith("left alone: only linear layers are fitted in blocks, this is a GRU")
     assert torch.equal(small.recurrent.weight_hh_l0, model.recurrent.weight_hh_l0)

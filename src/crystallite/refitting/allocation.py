@@ -19,6 +19,7 @@ class LayerCurve:
 
     size: tuple[int, int]  # outputs, inputs
     options: tuple[tuple[Shape, float], ...]  # the first is dense and does none
+    uses: int = 1  # of its weight in a call of the model, in proportion to other layers
 
 
 @dataclass(frozen=True)
@@ -47,21 +48,25 @@ class Allocation:
                 return curve.options[self.chosen[number]][0]
         return None
 
+    def width(self, reader: str) -> int:
+        """Inputs of a layer for each of the neurons that it reads."""
+        return next((curve.hidden.width for curve in self.neurons if curve.hidden.reader == reader), 1)
+
     @property
     def macs(self) -> int:
         return sum(self._macs(name) for name in self.layers)
 
     @property
     def dense_macs(self) -> int:
-        return sum(outputs * inputs for outputs, inputs in (curve.size for curve in self.layers.values()))
+        return sum(curve.uses * curve.size[0] * curve.size[1] for curve in self.layers.values())
 
     def _macs(self, name: str) -> int:
         outputs, inputs = total = self.layers[name].size
         for number, curve in enumerate(self.neurons):
             left = curve.options[self.chosen.get(number, 0)][0]
             outputs = left if name in curve.hidden.writers else outputs
-            inputs = left if name == curve.hidden.reader else inputs
-        return self.shape(name).macs(outputs, inputs, total)
+            inputs = left * curve.hidden.width if name == curve.hidden.reader else inputs
+        return self.layers[name].uses * self.shape(name).macs(outputs, inputs, total)
 
     def _options(self, key: str | int) -> Sequence[tuple[object, float]]:
         return self.layers[key].options if isinstance(key, str) else self.neurons[key].options

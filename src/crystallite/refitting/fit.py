@@ -1,4 +1,4 @@
-"""`fit`: a copy of a model in which smaller operators stand for its linear layers, fitted without training."""
+"""`fit`: a copy of a model in which smaller operators stand for its layers, fitted without training."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from crystallite.artifact import source_sha256
 from crystallite.discovery.calls import evaluating
 from crystallite.errors import InvalidOption
-from crystallite.refitting.allocation import Allocation, LayerCurve, NeuronCurve, allocate
+from crystallite.refitting.allocation import LayerCurve, NeuronCurve, allocate
+from crystallite.refitting.assembling import Chooser, assembled, describe_forms, fragile, size_of, unfit
 from crystallite.refitting.calibration import Calibration
 from crystallite.refitting.forms import Form, Shape
 from crystallite.refitting.groups import Hidden, first_samples, hidden_neurons
 from crystallite.refitting.guarantee import cheapest, check_tolerance, sample_losses, set_aside
 from crystallite.refitting.jointly import fit_jointly
 from crystallite.refitting.partitions import best_cells
+from crystallite.refitting.places import positions, set_layer_
 from crystallite.refitting.polish import polish_
 from crystallite.refitting.probing import probe
-from crystallite.refitting.pruning import eliminate
+from crystallite.refitting.recurrent import OpenLayer, closed, inner_units, opened
 from crystallite.refitting.regression import Regression
 from crystallite.refitting.running import Itinerary
-from crystallite.refitting.sequential import fit_layers_, form_of, set_layer_
+from crystallite.refitting.sequential import fit_layers_, form_of
 from crystallite.refitting.session import Session, damage
 from crystallite.reorganization.graph import Untraceable
 from crystallite.reorganization.huggingface import write_config
 from crystallite.reorganization.record import LayerChange, Reorganization
-from crystallite.reorganization.rewrite import replace_
 from crystallite.reorganization.units import Unit, change, find_units
 from crystallite.upgrading.blocks import in_blocks
 from crystallite.upgrading.checkpoint import Checkpoints
@@ -62,12 +62,13 @@ def fit(
     ignore: str | Sequence[str] = (),
     progress: bool = False,
 ) -> nn.Module:
-    """A copy of the model whose linear layers are smaller operators that compute nearly the same.
+    """A copy of the model whose layers are smaller operators that compute nearly the same.
 
-    - `budget`: the share of the linear layers' multiply-adds to keep, between 0 and 1. Each layer becomes what does
-      least damage: fewer hidden neurons, two layers of low rank, blocks, or it stays dense; all are ordinary small
-      layers wherever possible. How much of a layer can go is judged by held-out samples.
-    - `blocks`: instead of a budget, every layer as this many independent blocks.
+    - `budget`: the share of the layers' multiply-adds to keep, between 0 and 1, counted as often as a weight is used: a
+      convolution's at every place. Each linear layer, convolution or recurrent network becomes what does least damage:
+      fewer hidden neurons or channels, two layers of low rank, blocks, or it stays dense; all are ordinary small layers
+      wherever possible. How much of a layer can go is judged by held-out samples.
+    - `blocks`: instead of a budget, every linear layer as this many independent blocks.
     - `joint`: with `blocks`, one partition through consecutive layers, so that they split into subnetworks.
     - `tolerance`: instead of a budget, the cheapest one whose risk is at most this with the given `confidence` on data
       like the calibration data; refused where it cannot be shown. `risk`: "deviation", the mean of ‖y′ − y‖ / ‖y‖ (at
@@ -84,6 +85,7 @@ def fit(
     that part alone. `cx.summary` says what each layer became and its held-out error. Other kinds of layers, tied
     weights and layers that run several times in a call are left alone, and the summary says why.
 
+    >>> import torch
     >>> _ = torch.manual_seed(0)
     >>> model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 8))
     >>> with torch.no_grad():
@@ -105,7 +107,7 @@ def fit(
     data, aside = Calibration.read(calibration), ()
     if tolerance is not None:
         data, aside = set_aside(data, seed)  # type: ignore[assignment]
-    work = _Fitting.of(model, data, ridge, seed, targets, ignore, progress)
+    work = _Fitting.of(model, data, ridge, seed, targets, ignore, blocks is not None, progress)
 
     def polished(result: nn.Module, name: str) -> nn.Module:
         if polish_steps:
@@ -165,38 +167,47 @@ class _Fitting:
 
     model: nn.Module
     session: Session
-    left: dict[str, Unit]  # layers that are left alone
-    names: tuple[str, ...]  # of all layers, in the order of the model
+    units: dict[str, Unit]  # all layers, also those that are left alone, in the order of the model
+    parts: dict[str, list[str]]  # the layers of the session that a layer consists of: itself, or a recurrent one's
     progress: bool
 
     @classmethod
     def of(
         cls, model: nn.Module, data: Calibration, ridge: float, seed: int, targets: str | Sequence[str],
-        ignore: str | Sequence[str], progress: bool,
+        ignore: str | Sequence[str], in_blocks: bool, progress: bool,
     ) -> _Fitting:  # fmt: skip
         targets, ignore = ([p] if isinstance(p, str) else list(p) for p in (targets, ignore))
         dense = copy.deepcopy(model).eval()
         units = {unit.name: unit for unit in find_units(dense, targets, ignore)}
-        linear = {name: unit for name, unit in units.items() if not unit.reason and unit.kind == "linear"}
-        if not linear:
-            raise InvalidOption(f"no linear layer that can be fitted matches targets {targets} and ignore {ignore}")
+        units = {name: replace(unit, reason=unit.reason or unfit(unit, in_blocks)) for name, unit in units.items()}
+        if all(unit.reason for unit in units.values()):
+            raise InvalidOption(f"no layer that can be fitted matches targets {targets} and ignore {ignore}")
         check_repeatable(dense, first_samples(data.fitted[0], 8), "the model")
-        itinerary = Itinerary.of(dense, list(linear), first_samples(data.fitted[0], 2))
-        reasons = dict.fromkeys(itinerary.several, "left alone: it runs several times in a call")
-        reasons |= dict.fromkeys(itinerary.never, "left alone: it does not run on the calibration data")
-        units = {name: replace(unit, reason=_reason(unit, reasons)) for name, unit in units.items()}
+        example = first_samples(data.fitted[0], 2)
+        names = [name for name, unit in units.items() if not unit.reason]
+        first = Itinerary.of(dense, names, example)
+        reasons = dict.fromkeys(first.several, "left alone: it runs several times in a call")
+        reasons |= dict.fromkeys(first.never, "left alone: it does not run on the calibration data")
+        units = {name: replace(unit, reason=unit.reason or reasons.get(name, "")) for name, unit in units.items()}
         usable = {name: unit for name, unit in units.items() if not unit.reason}
         if not usable:
-            raise InvalidOption(f"no linear layer can be fitted: {next(iter(reasons.values()))}")
-        left = {name: unit for name, unit in units.items() if unit.reason}
-        return cls(model, Session(dense, usable, data, itinerary, ridge, seed), left, tuple(units), progress)
+            raise InvalidOption(f"no layer can be fitted: {next(iter(reasons.values()))}")
+        uses = positions(dense, units, example)
+        dense = opened(dense, [name for name, unit in usable.items() if unit.kind == "recurrent"], OpenLayer)
+        parts = {name: inner_units(unit, dense) for name, unit in usable.items()}
+        inner = {part.name: part for some in parts.values() for part in some}
+        uses |= {part.name: uses[name] for name, some in parts.items() for part in some}
+        uncut = {part.name for name, some in parts.items() if usable[name].kind == "recurrent" for part in some}
+        itinerary = Itinerary.of(dense, list(inner), example)
+        session = Session(dense, inner, data, itinerary, ridge, seed, uses, uncut)
+        return cls(model, session, units, {name: [p.name for p in some] for name, some in parts.items()}, progress)
 
     @cached_property
     def hidden(self) -> tuple[list[Hidden], str]:
         """Neurons that may go, and why there are none where the model cannot be followed."""
         try:
             example = first_samples(self.session.data.fitted[0], 2)
-            return hidden_neurons(self.session.dense, self.session.units, example), ""
+            return hidden_neurons(copy.deepcopy(self.model).eval(), self.session.units, example), ""
         except Untraceable as error:
             return [], str(error)
 
@@ -218,32 +229,28 @@ class _Fitting:
         session, (hidden, untraced) = self.session, self.hidden
         allocation = allocate(*self.curves, budget)
         student = copy.deepcopy(session.dense)
-        forms = fit_layers_(session, student, _Chooser(session, allocation), self.progress)
-        rows = {w: forms[g.reader].kept for g in hidden for w in g.writers if forms[g.reader].kept is not None}
-        embedded = {name for g in hidden if g.heads for name in (*g.writers, g.reader)}
-        result, changes = copy.deepcopy(self.model), {}
-        for name, unit in session.units.items():
-            form = forms[name]
-            outputs, inputs = (
-                torch.arange(size) if kept is None else kept
-                for size, kept in zip(unit.matrix.shape, (rows.get(name), form.kept), strict=True)
-            )
-            old = result.get_submodule(name)
-            if (form.shape.rank or form.shape.cells) or (len(outputs), len(inputs)) != unit.matrix.shape:
-                operator = form.operator(outputs, inputs, old, name in embedded)
-                result = replace_(result, name, operator)
-            else:
-                operator = old
-                set_layer_(old, form.weight, form.bias)
-            macs = sum(p.numel() for p in operator.parameters() if p.ndim > 1)
-            became = _became(form, (len(outputs), len(inputs)), unit)
-            blocks = max(len(form.shape.cells), 1)
-            changes[name] = change(unit, became, macs, _size(operator), macs / unit.macs, blocks)
+        forms = fit_layers_(session, student, Chooser(session, allocation), self.progress)
+        recurrent = [name for name in self.parts if self.units[name].kind == "recurrent"]
+        result, changes = opened(copy.deepcopy(self.model), recurrent), {}
+        result, left = assembled(result, session, forms, hidden)
+        for name, parts in self.parts.items():
+            if name in recurrent:
+                result = closed(result, name)
+            became = describe_forms({part: (forms[part], left[part]) for part in parts}, session)
+            blocks = max(len(forms[part].shape.cells) or 1 for part in parts)
+            changes[name] = self._change(name, became, result.get_submodule(name), blocks)
         _check_equal(result, student, session)
-        more: dict[str, Any] = {"budget": budget, "fragile": _fragile(allocation)}
+        more: dict[str, Any] = {"budget": budget, "fragile": fragile(allocation)}
         if untraced:
             more["neurons_kept"] = untraced
         return self._recorded(result, changes, more)
+
+    def _change(self, name: str, became: str, module: nn.Module, blocks: int) -> LayerChange:
+        """What became of a layer; multiply-adds count as often as its weight is used."""
+        unit, macs = self.units[name], sum(p.numel() for p in module.parameters() if p.ndim > 1)
+        found = change(unit, became, macs, size_of(module), macs / unit.macs, blocks)
+        uses = self.session.uses.get(name) or 1
+        return replace(found, macs_before=found.macs_before * uses, macs_after=found.macs_after * uses)
 
     def in_blocks(self, blocks: int, joint: bool) -> nn.Module:
         """The model in blocks."""
@@ -274,8 +281,10 @@ class _Fitting:
         for name, unit in session.units.items():
             if name not in changes:
                 size = (unit.matrix.shape[0], unit.matrix.shape[1])
-                became = _became(forms[name], size, unit) if name in forms else "dense: not joined with other layers"
-                changes[name] = change(unit, became, unit.macs, _size(unit.module), unit.kept_share, 1)
+                became = "dense: not joined with other layers"
+                if name in forms:
+                    became = describe_forms({name: (forms[name], size)}, session)
+                changes[name] = change(unit, became, unit.macs, size_of(unit.module), unit.kept_share, 1)
         more = {"blocks": blocks, "joint": joint, **record.options}
         return self._recorded(result, changes, more)
 
@@ -284,13 +293,15 @@ class _Fitting:
         session = self.session
         with evaluating(result):
             held_out = [damage(run(result, b), run(session.dense, b), b) for b in session.data.held_out]
-        changes = changes | {
-            name: change(u, u.reason, u.macs, _size(u.module), u.kept_share, 1) for name, u in self.left.items()
-        }
+        for name, unit in self.units.items():
+            if unit.reason:
+                uses = session.uses.get(name) or 1
+                found = change(unit, unit.reason, unit.macs, size_of(unit.module), unit.kept_share, 1)
+                changes[name] = replace(found, macs_before=uses * unit.macs, macs_after=uses * unit.macs)
         options = {"method": "fitted", "ridge": session.ridge, "seed": session.seed, **more}
         options["held_out_error"] = sum(held_out) / len(held_out)
         folds = getattr(getattr(result, "reorganization", None), "folds", [])
-        result.reorganization = Reorganization([changes[n] for n in self.names], folds, options)  # type: ignore[assignment]
+        result.reorganization = Reorganization([changes[n] for n in self.units], folds, options)  # type: ignore[assignment]
         return result
 
     def polish_(self, result: nn.Module, steps: int, folder: Path | None) -> None:
@@ -302,75 +313,13 @@ class _Fitting:
             said |= {name: record.options.get(name) for name in ("budget", "blocks", "joint", "ridge", "seed")}
             said["shapes"] = {name: list(p.shape) for name, p in result.named_parameters()}
             checkpoints = Checkpoints(folder, said)
-        done = polish_(
-            result, session.dense, session.units, session.data, steps, session.seed, checkpoints, self.progress
-        )
+        done = polish_(result, session.dense, self.parts, session.data, steps, session.seed, checkpoints, self.progress)
         record.options.update(polish=done.to_json(), held_out_error=done.after)
 
 
 def _record(result: nn.Module) -> Reorganization:
     record: Any = result.reorganization
     return record
-
-
-def _fragile(allocation: Allocation) -> dict[str, float]:
-    """Layers that stayed as they are, and the damage that half of their multiply-adds would have done; worst first."""
-    thinned = [curve.hidden for i, curve in enumerate(allocation.neurons) if allocation.chosen.get(i, 0)]
-    smaller = {name for hidden in thinned for name in (*hidden.writers, hidden.reader)}
-    found = {}
-    for name, curve in allocation.layers.items():
-        outputs, inputs = curve.size
-        halved = [d for shape, d in curve.options if shape.macs(outputs, inputs, curve.size) <= outputs * inputs / 2]
-        if not allocation.chosen.get(name, 0) and name not in smaller and halved:
-            found[name] = min(halved)
-    return dict(sorted(found.items(), key=lambda item: -item[1]))
-
-
-class _Chooser:
-    """Gives each layer the form that was allocated to it."""
-
-    def __init__(self, session: Session, allocation: Allocation) -> None:
-        self.session, self.allocation = session, allocation
-
-    def __call__(self, name: str, regression: Regression, samples: int) -> Form:
-        size, shape = self.allocation.kept(name), self.allocation.shape(name)
-        if size is None:
-            return form_of(regression, self._settled(shape, regression))
-        kept, _ = eliminate(regression, [size])[size]
-        inner = regression.restricted(kept)
-        place = np.full(len(regression.metric), -1)
-        place[kept.cpu().numpy()] = np.arange(size)
-        cells = tuple((rows, place[columns][place[columns] >= 0]) for rows, columns in shape.cells)
-        form = form_of(inner, self._settled(replace(shape, cells=cells), inner))
-        numbers = kept.cpu().numpy()
-        whole = tuple((rows, numbers[columns]) for rows, columns in form.shape.cells)
-        return replace(
-            form,
-            shape=replace(form.shape, cells=whole),
-            weight=_spread(form.weight, kept, len(regression.metric)),
-            down=None if form.down is None else _spread(form.down, kept, len(regression.metric)),
-            kept=kept,
-        )
-
-    def _settled(self, shape: Shape, regression: Regression) -> Shape:
-        if not shape.draft:
-            return shape
-        return Shape(shape.rank, best_cells(regression, len(shape.cells), self.session.seed))
-
-
-def _spread(matrix: Tensor, columns: Tensor, size: int) -> Tensor:
-    """A matrix of more columns, zero where it had none."""
-    whole = matrix.new_zeros(len(matrix), size)
-    whole[:, columns] = matrix
-    return whole
-
-
-def _became(form: Form, left: tuple[int, int], unit: Unit) -> str:
-    outputs, inputs = unit.matrix.shape
-    parts = [f"{left[0]} of {outputs} outputs"] * (left[0] < outputs)
-    parts += [f"{left[1]} of {inputs} inputs"] * (left[1] < inputs)
-    parts += [str(form.shape)] * bool(form.shape.rank or form.shape.cells)
-    return ", ".join([*(parts or ["dense, fitted again"]), f"error {form.error:.2%}"])
 
 
 def _check_equal(result: nn.Module, student: nn.Module, session: Session) -> None:
@@ -384,13 +333,3 @@ def _check_equal(result: nn.Module, student: nn.Module, session: Session) -> Non
                 f"{path}: the smaller model computes something else than its layers were fitted for; something between "
                 "them depends on their size: name the layers around it in ignore="
             )
-
-
-def _reason(unit: Unit, reasons: dict[str, str]) -> str:
-    if unit.reason or unit.kind == "linear":
-        return unit.reason or reasons.get(unit.name, "")
-    return f"left alone: only linear layers are fitted, this is a {type(unit.module).__name__}"
-
-
-def _size(module: nn.Module) -> int:
-    return sum(p.numel() for p in module.parameters())

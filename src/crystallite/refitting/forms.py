@@ -1,14 +1,16 @@
-"""What a linear layer may become: dense, of low rank, blocks, or blocks and a channel of low rank."""
+"""What a layer may become: dense, of low rank, blocks, or blocks and a channel of low rank."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from crystallite.operators.conv import Convolution
 from crystallite.operators.coupling import CoupledLinear
 from crystallite.operators.linear import BlockLinear
 
@@ -56,6 +58,8 @@ class Form:
 
         embedded: it has all outputs and inputs all the same; the others are its bias, and not read.
         """
+        if isinstance(like, Convolution):
+            return self._convolution(rows, columns, like)
         own: Tensor = like.weight  # type: ignore[assignment]
         bias = self.bias.to(own) if getattr(like, "bias", None) is not None else None
         if self.shape.cells:
@@ -70,6 +74,19 @@ class Form:
         ranks = torch.arange(self.shape.rank)
         first = _part(self.down.to(own), None, ranks, columns, embedded)
         return nn.Sequential(first, _part(self.up.to(own), bias, rows, ranks, embedded))
+
+    def _convolution(self, rows: Tensor, columns: Tensor, like: Convolution) -> nn.Module:
+        """A convolution, or one to as many channels as the rank and one of single places after it."""
+        bias = None if like.bias is None else self.bias.to(like.weight)[rows]
+
+        def kernels(weight: Tensor) -> Tensor:
+            return weight.to(like.weight).view(len(weight), -1, *like.kernel_size)
+
+        settings = {name: getattr(like, name) for name in ("stride", "padding", "dilation", "padding_mode")}
+        if self.up is None or self.down is None:
+            return _conv(like, kernels(self.weight[rows][:, columns]), bias, settings)
+        up = self.up[rows].to(like.weight).view(len(rows), -1, *[1] * len(like.kernel_size))
+        return nn.Sequential(_conv(like, kernels(self.down[:, columns]), None, settings), _conv(like, up, bias, {}))
 
     def _blocks(
         self, weight: Tensor, rows: Tensor, columns: Tensor, bias: Tensor | None, own: Tensor, embedded: bool
@@ -92,6 +109,24 @@ def _part(weight: Tensor, bias: Tensor | None, rows: Tensor, columns: Tensor, em
     if embedded and (len(rows), len(columns)) != weight.shape:
         return BlockLinear.from_blocks(weight, bias, [(rows.cpu().numpy(), columns.cpu().numpy())])
     return _linear(weight[rows][:, columns], None if bias is None else bias[rows])
+
+
+def _conv(like: Any, weight: Tensor, bias: Tensor | None, settings: dict[str, Any]) -> nn.Module:
+    outputs, inputs, *kernel = weight.shape
+    layer = type(like)(
+        inputs,
+        outputs,
+        tuple(kernel),
+        bias=bias is not None,
+        device=weight.device,
+        dtype=weight.dtype,
+        **settings,
+    )
+    with torch.no_grad():
+        layer.weight.copy_(weight)
+        if layer.bias is not None and bias is not None:
+            layer.bias.copy_(bias)
+    return layer
 
 
 def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:

@@ -1,4 +1,4 @@
-"""Hidden neurons that only linear layers know of, so that some of them can go."""
+"""Hidden neurons, and channels, that only layers around them know of, so that some of them can go."""
 
 from __future__ import annotations
 
@@ -9,25 +9,33 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from crystallite.reorganization.graph import Spaces, trace
+from crystallite.refitting.places import matrix_of
+from crystallite.reorganization.graph import Layer, Spaces, trace
 from crystallite.upgrading.partition import own_neurons
 from crystallite.validation.batches import Batch, equal_up_to_rounding, run
 from crystallite.validation.outputs import tensors
 
 __all__ = ["Hidden", "first_samples", "hidden_neurons", "turn_"]
 
+# modules that may hold numbers of a neuron: in a batch norm each has its own
+_KINDS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
 
 @dataclass(frozen=True)
 class Hidden:
-    """Neurons between linear layers: those that write them (two, if one is a gate) and the one that reads them.
+    """Neurons, or channels, between layers: those that write them (two, if one is a gate) and the one that reads them.
 
     heads: of an attention between the layers, whose sizes must then stay as they are outwards; 0: none.
+    width: inputs of the reader for each neuron, next to each other: places of its kernel, or of an image.
+    norms: batch norms between the layers.
     """
 
     writers: tuple[str, ...]
     reader: str
     size: int
     heads: int = 0
+    width: int = 1
+    norms: tuple[str, ...] = ()
 
 
 def hidden_neurons(model: nn.Module, names: Collection[str], batch: Batch) -> list[Hidden]:
@@ -39,21 +47,31 @@ def hidden_neurons(model: nn.Module, names: Collection[str], batch: Batch) -> li
 
     >>> net = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 8), nn.Softmax(-1), nn.Linear(8, 2))
     >>> hidden_neurons(net, {"0", "2", "4"}, Batch(0, 2, (torch.ones(2, 2),)))
-    [Hidden(writers=('0',), reader='2', size=8, heads=0)]
+    [Hidden(writers=('0',), reader='2', size=8, heads=0, width=1, norms=())]
     """
     example: Any = dict(batch.named) if batch.named else batch.positional
     spaces = trace(model, example)
     found = []
-    for space in sorted(own_neurons(model, spaces, (nn.Linear,))):
+    for space in sorted(own_neurons(model, spaces, _KINDS)):
         writers = tuple(layer.name for layer in spaces.layers if layer.rows == ((space,),))
-        readers = [layer.name for layer in spaces.layers if layer.columns == ((space,),)]
+        readers = [layer.name for layer in spaces.layers if _reads(layer, space, spaces)]
         carriers = {layer.name for layer in spaces.layers for part in layer.rows + layer.columns if space in part}
         if not writers or len(readers) != 1 or carriers != {*writers, *readers} or not carriers <= set(names):
             continue
-        hidden = Hidden(writers, readers[0], spaces.spaces[space].size)
+        tensors_of = {tensor.rpartition(".")[0] for (tensor, _), axis in spaces.places.items() if axis == ((space,),)}
+        norms = tuple(sorted(tensors_of - carriers))
+        size, reader = spaces.spaces[space].size, model.get_submodule(readers[0])
+        hidden = Hidden(writers, readers[0], size, 0, matrix_of(reader).shape[1] // size, norms)
         if hidden.reader not in writers and _on_their_own(model, hidden, batch):
             found.append(hidden)
     return found + _head_numbers(model, spaces, names, batch)
+
+
+def _reads(layer: Layer, space: int, spaces: Spaces) -> bool:
+    """Whether a layer reads these neurons and no others, each of them at some places maybe."""
+    if len(layer.columns) != 1 or layer.columns[0][:1] != (space,):
+        return False
+    return all(spaces.spaces[place].fixed for place in layer.columns[0][1:])
 
 
 @torch.no_grad()
@@ -64,7 +82,7 @@ def _on_their_own(model: nn.Module, hidden: Hidden, batch: Batch) -> bool:
     changed: list[Tensor] = [reader.weight, *(p for writer in writers for p in writer.parameters())]
     before = [p.clone() for p in changed]
     try:
-        reader.weight[:, ::2] = 0
+        reader.weight.view(len(reader.weight), hidden.size, -1)[:, ::2] = 0
         once = tensors(run(model, batch))
         for parameter in changed[1:]:
             parameter[::2] = 0

@@ -41,7 +41,8 @@ def best_cells(regression: Regression, blocks: int, seed: int) -> Cells:
     """
     found = [_with_outputs(regression, labels, blocks) for labels in _input_labels(regression, blocks, seed)]
     found += _modules(regression, blocks)
-    errors = [regression.error(block_weights(regression.weight, regression.metric, cells)) for cells in found]
+    weights = (block_weights(regression.own, regression.metric, cells) for cells in found)
+    errors = [regression.error(regression.turned(weight)) for weight in weights]
     return found[int(np.argmin(errors))]
 
 
@@ -68,7 +69,7 @@ def _by_correlation(metric: np.ndarray) -> np.ndarray:
 
 def _with_outputs(regression: Regression, labels: np.ndarray, blocks: int) -> Cells:
     """The blocks of a partition of the inputs, each output where it is told best, blocks being of equal size."""
-    product = regression.weight @ regression.metric
+    product = regression.own @ regression.metric
     told = []  # how much of each output's variance the inputs of a block tell
     for block in range(blocks):
         columns = torch.from_numpy(np.flatnonzero(labels == block)).to(product.device)
@@ -87,7 +88,7 @@ def _with_outputs(regression: Regression, labels: np.ndarray, blocks: int) -> Ce
 
 def _modules(regression: Regression, blocks: int) -> list[Cells]:
     """The blocks that the layer has by itself, if there are as many and none is much larger than the others."""
-    weight = regression.weight
+    weight = regression.own
     if weight.numel() > _LARGEST_CLUSTERED:
         return []
     deviations = regression.metric.diagonal().sqrt()

@@ -11,21 +11,24 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from crystallite.operators.conv import Convolution
 from crystallite.refitting.allocation import LayerCurve, NeuronCurve, falling
+from crystallite.refitting.channels import eliminate_groups
 from crystallite.refitting.forms import Cells, Shape, approximate, low_rank_factors
 from crystallite.refitting.groups import Hidden
 from crystallite.refitting.heads import turn_heads_
+from crystallite.refitting.influence import influence
 from crystallite.refitting.partitions import own_cells
-from crystallite.refitting.pruning import eliminate
+from crystallite.refitting.places import matrix_of, set_layer_
 from crystallite.refitting.regression import Regression
 from crystallite.refitting.running import outputs_of
-from crystallite.refitting.sequential import set_layer_
 from crystallite.refitting.session import Session, StageMoments, damage
 from crystallite.validation.batches import run
 
 __all__ = ["probe"]
 
 _STEPS = 16  # sizes of each family
+_RANKS_ONLY = 64  # of a layer that has no other family
 _SAMPLES = 64  # held-out samples on which the damage at the outputs is measured
 _PROBED = 0.05  # error of the layer at which it is measured
 _BLOCKS = (2, 4, 8)
@@ -44,6 +47,7 @@ def probe(
     and for each layer a run from it to the end on 64 samples.
     """
     turn_heads_(session, hidden)
+    session.roots.update(influence(session))
     layers: dict[str, LayerCurve] = {}
     neurons: dict[str, NeuronCurve] = {}
     readers = {group.reader: group for group in hidden}
@@ -63,40 +67,49 @@ def probe(
                 session.check_samples(name, regression.weight.shape[1], stage.fitted.samples)
                 size = (regression.weight.shape[0], regression.weight.shape[1])
                 if regression.constant:
-                    layers[name] = LayerCurve(size, ((Shape(), 0.0),))
+                    layers[name] = LayerCurve(size, ((Shape(), 0.0),), session.uses.get(name, 1))
                     continue
                 factors = low_rank_factors(regression.weight, regression.metric)
-                options = _layer_options(regression, factors, session.seed, session.units[name].matrix)
+                module = session.units[name].module
+                own = None if isinstance(module, Convolution) or name in session.uncut else matrix_of(module)
+                options = _layer_options(regression, factors, session.seed, own)
                 sensitivity = probe_data.sensitivity(name, regression, factors, options, stretch, handed)
                 choices = ((shape, sensitivity * error) for shape, error in options)
-                layers[name] = LayerCurve(size, ((Shape(), 0.0), *choices))
+                layers[name] = LayerCurve(size, ((Shape(), 0.0), *choices), session.uses.get(name, 1))
                 if name in readers:
-                    curve = _neuron_options(regression, readers[name].size)
+                    curve = _neuron_options(regression, readers[name])
                     neurons[name] = NeuronCurve(readers[name], tuple((n, sensitivity * error) for n, error in curve))
         handed = following
     return layers, list(neurons.values())
 
 
-def _sizes(largest: float, least: int = 1) -> list[int]:
-    """About 16 sizes below the largest, those of wide layers multiples of 8."""
+def _sizes(largest: float, steps: int = _STEPS) -> list[int]:
+    """About so many sizes below the largest, those of wide layers multiples of 8."""
     unit = 8 if largest >= 256 else 1
-    found = {unit * math.floor(largest * step / _STEPS / unit) for step in range(1, _STEPS)}
-    return sorted((size for size in found if size >= least), reverse=True)
+    found = {unit * math.floor(largest * step / steps / unit) for step in range(1, steps)}
+    return sorted((size for size in found if size), reverse=True)
 
 
-def _layer_options(regression: Regression, factors: Factors, seed: int, own: Tensor) -> list[tuple[Shape, float]]:
-    """Shapes of fewer multiply-adds than the dense layer has, each with the layer's held-out error."""
+def _layer_options(
+    regression: Regression, factors: Factors, seed: int, own: Tensor | None
+) -> list[tuple[Shape, float]]:
+    """Shapes of fewer multiply-adds than the dense layer has, each with the layer's held-out error.
+
+    own: the weight of a layer that may be cut into blocks.
+    """
     weight, metric = regression.weight, regression.metric
     outputs, inputs = weight.shape
     errors, even = regression.rank_errors(*factors), outputs * inputs / (outputs + inputs)  # a rank that saves nothing
-    ranks = [r for r in _sizes(even) if r <= len(errors)]
+    ranks = [r for r in _sizes(even, _RANKS_ONLY if own is None else _STEPS) if r <= len(errors)]
     found = [(Shape(rank), error) for rank, error in falling([(r, errors[r - 1]) for r in ranks])]
 
     def add(shape: Shape) -> float:
-        error = regression.error(approximate(weight, metric, shape)[0])
+        error = regression.error(regression.turned(approximate(regression.own, metric, shape)[0]))
         found.append((shape, error))
         return error
 
+    if own is None:
+        return found
     cells = own_cells(own)
     if cells:
         add(Shape(0, cells))
@@ -116,10 +129,11 @@ def _any_cells(outputs: int, inputs: int, blocks: int, seed: int) -> Cells:
     return tuple((np.flatnonzero(rows == b), np.flatnonzero(columns == b)) for b in range(blocks))
 
 
-def _neuron_options(regression: Regression, size: int) -> list[tuple[int, float]]:
+def _neuron_options(regression: Regression, hidden: Hidden) -> list[tuple[int, float]]:
     """How many neurons may be kept, each with the reader's held-out error; all of them first."""
-    found = eliminate(regression, _sizes(size))
-    return falling([(size, 0.0), *((count, regression.error(weight, kept)) for count, (kept, weight) in found.items())])
+    found = eliminate_groups(regression, hidden.width, _sizes(hidden.size))
+    errors = ((count, regression.error(weight, kept)) for count, (kept, weight) in found.items())
+    return falling([(hidden.size, 0.0), *errors])
 
 
 class _Probe:
@@ -153,7 +167,7 @@ class _Probe:
         weight = factors[0][:, : shape.rank] @ factors[1][: shape.rank]
         module = self.session.dense.get_submodule(name)
         before = {key: value.detach().clone() for key, value in module.named_parameters()}
-        set_layer_(module, weight, regression.bias(weight))
+        set_layer_(module, regression.turned_back(weight), regression.turned_back(regression.bias(weight)))
         batches = self.session.data.all
         found = [
             damage(

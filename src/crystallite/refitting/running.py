@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from crystallite.errors import InvalidOption
+from crystallite.operators.low_rank_recurrent import LowRankRecurrent
+from crystallite.refitting.places import read_rows, written_rows
 from crystallite.validation.batches import Batch, run
 
 __all__ = ["Itinerary", "Seen", "observe", "outputs_of"]
@@ -53,10 +55,12 @@ class Itinerary:
         """
         calls: list[tuple[str, Any, Any]] = []  # holding the tensors, so that none can take another's place
         ended: list[tuple[str, Any]] = []
+        # the layers of a recurrent module hand on their final states too
+        inside = {f"{n}.layers".lstrip(".") for n, m in model.named_modules() if isinstance(m, LowRankRecurrent)}
         chains = {
             name: [f"{name}.{place}" if name else place for place in module._modules]
             for name, module in model.named_modules()
-            if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) > 1
+            if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) > 1 and name not in inside
         }
         watched = dict.fromkeys([*names, *(child for chain in chains.values() for child in chain)])
 
@@ -173,17 +177,14 @@ def observe(
     found: dict[str, list[Any]] = {}
     returned: Any = None
 
-    def kept(value: Tensor) -> Tensor:
-        return value.reshape(-1, value.shape[-1])[rows(value.shape[:-1]).to(value.device)]
-
     def added(name: str, other: Tensor) -> None:
-        found[name][2] = kept(other)
+        found[name][2] = written_rows(model.get_submodule(name), other, rows)
 
     additions = _Additions(added)
 
     def done(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
-            found[name] = [kept(inputs[0]), kept(output), None]
+            found[name] = [read_rows(module, inputs[0], rows), written_rows(module, output, rows), None]
             additions.write(name, output)
 
         return hook
@@ -194,7 +195,7 @@ def observe(
         raise _Arrived
 
     def arrive_before(module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        read = kept(inputs[0])
+        read = read_rows(module, inputs[0], rows)
         found[str(until)] = [read, read[:, :0], None]
         raise _Arrived
 

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
 from crystallite.refitting.forms import Form, Shape, approximate
+from crystallite.refitting.places import set_layer_
+from crystallite.refitting.recurrent import reads_own_states
 from crystallite.refitting.regression import Regression
-from crystallite.refitting.running import Seen
-from crystallite.refitting.session import Session, StageMoments
+from crystallite.refitting.running import Seen, outputs_of
+from crystallite.refitting.session import Session, StageMoments, damage
+from crystallite.validation.batches import run
 
-__all__ = ["fit_layers_", "form_of", "set_layer_"]
+__all__ = ["fit_layers_", "form_of"]
+
+_ROUNDS = 3  # at most, in which a recurrent layer is fitted to its own states again
 
 
 def fit_layers_(
@@ -37,17 +42,57 @@ def fit_layers_(
         for seen, returned in session.seen(session.dense, stretch, dense_handed, names):
             targets.append({name: (one.outputs, one.residual) for name, one in seen.items()})
             dense_next.append(returned)
+        here = _Stretch(session, model, stretch, handed, targets, choose)
         for i, stage in enumerate(stages):
-            moments = StageMoments(session, stage)
-            adds = [name for name in stage if targets[0][name][1] is not None]  # to a stream: see what has become of it
-            until = stage[0] if not adds else stages[i + 1][0] if i + 1 < len(stages) else None
-            for number, (found, _) in enumerate(session.seen(model, stretch, handed, stage if adds else (), until)):
-                moments.add(number, found, {name: _target(*targets[number][name], found.get(name)) for name in stage})
-            for name, regression in moments.regressions().items():
-                forms[name] = choose(name, regression, moments.fitted.samples)
-                set_layer_(model.get_submodule(name), forms[name].weight, forms[name].bias)
+            forms |= here.fit_(stage, stages[i + 1][0] if i + 1 < len(stages) else None)
+            if reads_own_states(model, stage[0]) and forms[stage[0]].shape.rank:
+                forms |= here.fit_again_(stage, forms[stage[0]])
         handed, dense_handed = session.advance(model, stretch, handed), dense_next
     return forms
+
+
+@dataclass(frozen=True)
+class _Stretch:
+    """A stretch of a copy of the dense model while its layers are fitted."""
+
+    session: Session
+    model: nn.Module
+    number: int
+    handed: list[Any]  # to the copy, for each batch
+    targets: list[dict[str, tuple[Tensor, Tensor | None]]]  # what the dense layers write, and what is added to it
+    choose: Callable[[str, Regression, int], Form]
+
+    def fit_(self, stage: Sequence[str], following: str | None) -> dict[str, Form]:
+        """Give layers that read the same tensor their forms, in place; following: the layer after them."""
+        session, moments, forms = self.session, StageMoments(self.session, stage), {}
+        adds = [name for name in stage if self.targets[0][name][1] is not None]  # to a stream: see what became of it
+        until, names = (following, stage) if adds else (stage[0], ())
+        for number, (found, _) in enumerate(session.seen(self.model, self.number, self.handed, names, until)):
+            wanted = {name: _target(*self.targets[number][name], found.get(name)) for name in stage}
+            moments.add(number, found, wanted)
+        for name, regression in moments.regressions().items():
+            forms[name] = self.choose(name, regression, moments.fitted.samples)
+            set_layer_(self.model.get_submodule(name), forms[name].weight, forms[name].bias)
+        return forms
+
+    def fit_again_(self, stage: Sequence[str], form: Form) -> dict[str, Form]:
+        """Fit what reads its own states to those that it has since it was fitted, as long as that helps."""
+        error = self._held_out_error()
+        for _ in range(_ROUNDS):
+            found = self.fit_(stage, None)[stage[0]]
+            after = self._held_out_error()
+            if after >= error:
+                set_layer_(self.model.get_submodule(stage[0]), form.weight, form.bias)
+                break
+            form, error = found, after
+        return {stage[0]: form}
+
+    def _held_out_error(self) -> float:
+        session, found = self.session, []
+        for number, batch in enumerate(session.data.held_out, len(session.data.fitted)):
+            outputs = outputs_of(self.model, batch, session.itinerary, self.number, self.handed[number])
+            found.append(damage(outputs, run(session.dense, batch), batch))
+        return sum(found) / len(found)
 
 
 def _target(outputs: Tensor, residual: Tensor | None, found: Seen | None) -> Tensor:
@@ -58,13 +103,11 @@ def _target(outputs: Tensor, residual: Tensor | None, found: Seen | None) -> Ten
 
 def form_of(regression: Regression, shape: Shape) -> Form:
     """The best form of a shape."""
-    weight, up, down = approximate(regression.weight, regression.metric, shape)
-    return Form(shape, weight, regression.bias(weight), regression.error(weight), up, down)
-
-
-@torch.no_grad()
-def set_layer_(module: Any, weight: Tensor, bias: Tensor) -> None:
-    """Give a dense layer other numbers, in place; one that stores its weight (inputs, outputs) too."""
-    module.weight.copy_(weight if isinstance(module, nn.Linear) else weight.T)
-    if module.bias is not None:
-        module.bias.copy_(bias)
+    if shape.cells:
+        weight, up, down = approximate(regression.own, regression.metric, shape)
+        turned = regression.turned(weight)
+        return Form(shape, weight, regression.turned_back(regression.bias(turned)), regression.error(turned), up, down)
+    turned, up, down = approximate(regression.weight, regression.metric, shape)
+    weight, bias = (regression.turned_back(part) for part in (turned, regression.bias(turned)))
+    up = None if up is None else regression.turned_back(up)
+    return Form(shape, weight, bias, regression.error(turned), up, down)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from crystallite.errors import InvalidOption
 from crystallite.refitting.calibration import Calibration, real_rows
+from crystallite.refitting.places import matrix_of
 from crystallite.refitting.regression import Moments, Regression
 from crystallite.refitting.running import Itinerary, Seen, observe
 from crystallite.reorganization.units import Unit
@@ -34,10 +36,13 @@ class Session:
     itinerary: Itinerary
     ridge: float
     seed: int
+    uses: Mapping[str, int] = field(default_factory=dict)  # of each layer's weight in a call, in proportion
+    uncut: AbstractSet[str] = frozenset()  # layers that are not cut into blocks: those of a recurrent network
+    roots: dict[str, Tensor] = field(default_factory=dict)  # of layers whose outputs are weighed: see `influence`
 
     @property
     def wanted(self) -> int:
-        return max(_ROWS, 10 * max(unit.matrix.shape[1] for unit in self.units.values()))
+        return max(_ROWS, 10 * max(matrix_of(unit.module).shape[1] for unit in self.units.values()))
 
     def start(self) -> list[Any]:
         """What is handed to the first stretch, for each batch: nothing."""
@@ -60,12 +65,15 @@ class Session:
 
     def regression(self, name: str, fitted: Moments, held_out: Moments) -> Regression:
         """The best dense weight of a layer for its moments."""
-        unit = self.units[name]
+        unit, root = self.units[name], self.roots.get(name)
+        own, bias = matrix_of(unit.module).double(), None if unit.bias is None else unit.bias.detach().double()
+        if root is not None:
+            own, bias = root.T @ own, None if bias is None else root.T @ bias
         if not fitted.samples or not held_out.samples:
             raise InvalidOption(f"{name}: no sample of the calibration data reaches it; pass more")
         if not len(fitted.t):  # no targets: what the layer writes itself
-            return Regression.of_layer(fitted, held_out, unit.matrix, unit.bias, self.ridge)
-        return Regression.solve(fitted, held_out, unit.matrix, unit.bias is not None, self.ridge)
+            return replace(Regression.of_layer(fitted, held_out, own, bias, self.ridge), root=root)
+        return replace(Regression.solve(fitted, held_out, own, bias is not None, self.ridge), root=root)
 
     def check_samples(self, name: str, inputs: int, samples: int) -> None:
         """Refuse to fit more numbers than there are samples for."""
@@ -89,13 +97,20 @@ class StageMoments:
         part = self.fitted if number < len(self.session.data.fitted) else self.held_out
         if part is self.held_out and part.origin is None:
             part.origin = self.fitted.origin
-        part.add(x, x[:, :0] if targets is None else torch.cat([targets[name] for name in self.names], 1))
+        if targets is None:
+            part.add(x, x[:, :0])
+        else:
+            part.add(x, torch.cat([self._turned(name, targets[name]) for name in self.names], 1))
+
+    def _turned(self, name: str, outputs: Tensor) -> Tensor:
+        root = self.session.roots.get(name)
+        return outputs if root is None else outputs @ root.to(outputs)
 
     def regressions(self) -> dict[str, Regression]:
         """For each layer."""
         found, start = {}, 0
         for name in self.names:
-            end = start + self.session.units[name].matrix.shape[0]
+            end = start + len(matrix_of(self.session.units[name].module))
             own = [moments.part(name, slice(start, end)) for moments in (self.fitted, self.held_out)]
             found[name], start = self.session.regression(name, own[0], own[1]), end
         return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from crystallite.report.axes import HEIGHT, WIDTH, Axis, finite, frame, legend, number
@@ -11,7 +11,10 @@ from crystallite.report.drawing import SERIES, Dot, Drawing, Label, Line, Shape
 __all__ = ["front_charts", "monitor_charts", "sweep_charts"]
 
 Row = dict[str, Any]
-_NAMED_POINTS = 10
+_Box = tuple[float, float, float, float]  # left, top, right, bottom
+_NAMED_POINTS = 16
+_LETTER, _LINE, _LINES = 5.6, 11, 12  # width of a letter of a name, height of a name, and how many heights are tried
+_FRAME: _Box = (50, 14, WIDTH - 2, 180)  # names stay inside
 _SWEEP = (
     ("metric", "task metric", False),
     ("agreement", "samples with the same decision", True),
@@ -107,22 +110,47 @@ def _front(rows: Sequence[Row], cost: str, title: str) -> Drawing:
     shapes: list[Shape] = list(frame(x, y))
     if len(best) > 1:
         shapes.append(Line(tuple((x.x(r[cost]), y.y(r["quality"])) for r in best), "muted", 1.5, dashed=True))
-    taken: list[tuple[float, float]] = []
-    for row in points:
-        at = x.x(row[cost]), y.y(row["quality"])
-        shapes.append(Dot(*at, 4.5, colour(str(row.get("family", "")))))
-        if len(points) <= _NAMED_POINTS:
-            side, anchor = (8, "start") if at[0] < WIDTH * 0.6 else (-8, "end")
-            below = at[1] + 3.5
-            while any(abs(at[0] - left) < 70 and abs(below - top) < 10 for left, top in taken):
-                below += 10  # names at one place are read one after the other
-            taken.append((at[0], below))
-            shapes.append(Label(at[0] + side, below, str(row.get("name", ""))[:28], "ink", anchor, 10))
+    dots = [(x.x(row[cost]), y.y(row["quality"])) for row in points]
+    names = [str(row.get("name", ""))[:28] for row in points]
+    if len(points) <= _NAMED_POINTS:
+        shapes += _named(dots, names)
+    shapes += [Dot(*at, 4.5, colour(str(row.get("family", "")))) for at, row in zip(dots, points, strict=True)]
     families = dict.fromkeys(str(row.get("family", "")) for row in points)
     entries, extra = legend([(name, colour(name)) for name in families if name])
-    names = ", ".join(f"{row.get('name', '')} ({number(row[cost])}: {number(row['quality'])})" for row in best[:8])
-    text = f"Quality against {title} of {len(points)} variants. Not beaten by a cheaper one: {names}."
+    unbeaten = ", ".join(f"{row.get('name', '')} ({number(row[cost])}: {number(row['quality'])})" for row in best[:8])
+    text = f"Quality against {title} of {len(points)} variants. Not beaten by a cheaper one: {unbeaten}."
     return Drawing(WIDTH, HEIGHT + extra, text, (*shapes, *entries))
+
+
+def _named(dots: Sequence[tuple[float, float]], names: Sequence[str]) -> list[Shape]:
+    """A name at every dot, on the side and at the height nearest to it where it covers no dot and no other name."""
+    taken = [(x - 4, y - 4, x + 4, y + 4) for x, y in dots]
+    shapes: list[Shape] = []
+    for (x, y), name in sorted(zip(dots, names, strict=True), key=lambda pair: pair[0][1]):
+        places = _places(x, y, _LETTER * len(name))
+        found = next((box for box in places if not any(_overlap(box, other) for other in taken)), None)
+        if found is None:  # better none than two over each other
+            continue
+        taken.append(found)
+        left, top, right, bottom = found
+        side, anchor, near = (left, "start", left - 2) if left > x else (right, "end", right + 2)
+        if (top + bottom) / 2 != y or abs(near - x) > 10:
+            shapes.append(Line(((x, y), (near, (top + bottom) / 2)), "muted", 0.75))
+        shapes.append(Label(side, bottom - 2, name, "ink", anchor, 10))
+    return shapes
+
+
+def _places(x: float, y: float, width: float) -> Iterator[_Box]:
+    """Where the name of a dot may stand inside the frame, the nearest place first."""
+    for line in sorted(range(-_LINES, _LINES + 1), key=lambda k: (abs(k), -k)):
+        for left in (x + 9, x - 9 - width, x + 24, x - 24 - width):
+            box = left, y + (line - 0.5) * _LINE, left + width, y + (line + 0.5) * _LINE
+            if box[0] >= _FRAME[0] and box[1] >= _FRAME[1] and box[2] <= _FRAME[2] and box[3] <= _FRAME[3]:
+                yield box
+
+
+def _overlap(a: _Box, b: _Box) -> bool:
+    return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]
 
 
 def _colours(names: list[str]) -> Callable[[str], str]:

@@ -45,34 +45,40 @@ Clients are connections of another process on this machine; each asks again as s
 """
 
 
-def add_parser(commands: Any) -> None:
-    """Add the command to the others."""
+def add_parser(commands: Any) -> tuple[argparse.ArgumentParser, Any]:
+    """Add the command to the others; it, and the group of what can be measured, of which one must be named."""
     parser = commands.add_parser(
         "bench",
-        help="how fast a saved model answers as a service",
-        description="Put a load on a server of a saved model, on this machine, and print what it answers.",
+        help="how fast a saved model answers, or how a fitted one compares with other methods",
+        description="Measure a model on this machine: as a service under load, or beside other methods.",
         epilog=_EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--serve", required=True, type=Path, metavar="FOLDER", help="what reorganize wrote")
-    parser.add_argument("--dense", action="store_true", help="also the dense model behind the same server")
-    parser.add_argument("--clients", type=int, default=20, metavar="N", help="connections (default: 20)")
-    parser.add_argument("--batch", type=int, default=1, metavar="N", help="samples per request (default: 1)")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--serve", type=Path, metavar="FOLDER", help="load on a server of what reorganize wrote")
     parser.add_argument(
+        "--batch", type=int, metavar="N", help="samples per request, or timed at once (default: 1 or 32)"
+    )
+    parser.add_argument("--json", action="store_true", help="everything as JSON on standard output")
+    serving = parser.add_argument_group("with --serve")
+    serving.add_argument("--dense", action="store_true", help="also the dense model behind the same server")
+    serving.add_argument("--clients", type=int, default=20, metavar="N", help="connections (default: 20)")
+    serving.add_argument(
         "--seconds", type=float, default=6.0, help="of load on each server, in three rounds (default: 6)"
     )
-    parser.add_argument(
+    serving.add_argument(
         "--rounds", type=int, default=3, metavar="N", help="in which servers take turns; the best counts (default: 3)"
     )
-    parser.add_argument("--max-batch", type=int, default=Limits().max_batch, help="samples computed together")
-    parser.add_argument("--original", metavar="MODEL", help="package.module:factory, for a model with its own code")
-    parser.add_argument("--shape", nargs="+", type=int, metavar="N", help="of a sample, where no first layer says it")
-    parser.add_argument("--json", action="store_true", help="everything as JSON on standard output")
+    serving.add_argument("--max-batch", type=int, default=Limits().max_batch, help="samples computed together")
+    serving.add_argument("--original", metavar="MODEL", help="package.module:factory, for a model with its own code")
+    serving.add_argument("--shape", nargs="+", type=int, metavar="N", help="of a sample, where no first layer says it")
     parser.set_defaults(run=run)
+    return parser, what
 
 
 def run(options: argparse.Namespace) -> int:
     """Print what the servers answered; 0."""
+    options.batch = 1 if options.batch is None else options.batch
     for name in ("clients", "batch", "seconds", "rounds"):
         if not 0 < getattr(options, name) < 1e5:
             raise InvalidOption(f"--{name}: expected more than 0, got {getattr(options, name)}")

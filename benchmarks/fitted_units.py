@@ -1,0 +1,205 @@
+"""Fitting other units than linear layers: a convolutional network, and the GRUs of g2p-en.
+
+`python -m benchmarks.fitted_units [--tasks g2p digits_cnn] [--seeds 3] [--budgets .5 .25]`. Stores
+benchmarks/results/fitted_units.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import random
+import re
+import time
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from benchmarks.fitted_tasks import WORDNET, Task
+from benchmarks.timing import interleaved, show, store
+from crystallite.refitting import fit
+from crystallite.reorganization.summary import summary
+
+_START, _END = 2, 3  # phonemes that begin and end a word
+_MOST_PHONEMES = 20  # that are spoken for a word
+_LETTERS = ["<pad>", "<unk>", "</s>", *"abcdefghijklmnopqrstuvwxyz"]
+_DRAWN = 1000  # words to judge by
+
+
+class Speller(nn.Module):
+    """g2p-en: a GRU reads the letters of a word, another one speaks its phonemes; logits of the next phoneme."""
+
+    def __init__(self, stored: dict[str, np.ndarray]) -> None:
+        super().__init__()
+        numbers = {name: torch.from_numpy(value) for name, value in stored.items()}
+        self.letters, self.phonemes = (nn.Embedding.from_pretrained(numbers[f"{p}_emb"]) for p in ("enc", "dec"))
+        self.encoder, self.decoder = (nn.GRU(256, 256, batch_first=True) for _ in range(2))
+        for gru, part in ((self.encoder, "enc"), (self.decoder, "dec")):
+            names = ("w_ih", "w_hh", "b_ih", "b_hh")
+            for parameter, name in zip(gru.parameters(), names, strict=True):
+                parameter.data.copy_(numbers[f"{part}_{name}"])
+        self.head = nn.Linear(256, 74)
+        self.head.weight.data.copy_(numbers["fc_w"])
+        self.head.bias.data.copy_(numbers["fc_b"])
+
+    def forward(self, letters: Tensor, spoken: Tensor) -> Tensor:
+        """(words, letters) and (words, phonemes so far) → (words, phonemes so far, 74)."""
+        _, state = self.encoder(self.letters(letters))
+        states, _ = self.decoder(self.phonemes(spoken), state)
+        return self.head(states)
+
+    @torch.inference_mode()
+    def speak(self, letters: Tensor) -> Tensor:
+        """(words, 21) the likeliest phoneme after each other, from the start on; what follows the end is the end."""
+        _, state = self.encoder(self.letters(letters))
+        said = [torch.full((len(letters),), _START)]
+        for _ in range(_MOST_PHONEMES):
+            states, state = self.decoder(self.phonemes(said[-1])[:, None], state)
+            following = self.head(states[:, 0]).argmax(1)
+            said.append(torch.where(said[-1] == _END, _END, following))
+        return torch.stack(said, 1)
+
+
+def lemmas(folder: str) -> list[str]:
+    """Words of WordNet that consist of 3 to 14 small letters, in the order of the alphabet."""
+    found = set()
+    for part in ("noun", "verb", "adj", "adv"):
+        for line in (Path(folder) / f"index.{part}").read_text(encoding="latin-1").splitlines():
+            word = line.partition(" ")[0]
+            if re.fullmatch("[a-z]{3,14}", word):
+                found.add(word)
+    return sorted(found)
+
+
+def by_length(words: list[str]) -> dict[int, Tensor]:
+    """Letters of the words of each length, with the end."""
+    found: dict[int, list[list[int]]] = defaultdict(list)
+    for word in words:
+        found[len(word)].append([_LETTERS.index(letter) for letter in word] + [_LETTERS.index("</s>")])
+    return {length: torch.tensor(some) for length, some in sorted(found.items())}
+
+
+def g2p(seed: int, words: int = 4000, wordnet: str = WORDNET) -> Task:
+    """The GRUs of g2p-en. Quality: how many words are spoken exactly as the dense model speaks them.
+
+    Calibrated with other words, drawn by the seed, and what the dense model says of them; no dictionary is looked at.
+    """
+    found = importlib.util.find_spec("g2p_en")
+    if found is None or found.origin is None:
+        raise SystemExit("g2p needs the weights of g2p-en: pip install --no-deps g2p-en")
+    with np.load(Path(found.origin).parent / "checkpoint20.npz") as stored:
+        model = Speller(dict(stored)).eval()
+    known = lemmas(wordnet)
+    random.Random(0).shuffle(known)
+    judged, rest = known[:_DRAWN], known[_DRAWN:]
+    used = random.Random(seed).sample(rest, words)
+    test = list(by_length(judged).values())
+    expected = [model.speak(letters) for letters in test]
+
+    def judge(some: nn.Module) -> dict[str, float]:
+        assert isinstance(some, Speller)
+        same = torch.cat([(some.speak(x) == y).all(1) for x, y in zip(test, expected, strict=True)])
+        return {"quality": 100 * float(same.float().mean())}
+
+    calibration = []
+    for letters in by_length(used).values():
+        said = model.speak(letters)
+        length = (said != _END).sum(1).clamp_max(_MOST_PHONEMES)  # with the start
+        for count in length.unique().tolist():  # of equal length, so that nothing is padded
+            mine = length == count
+            pairs = zip(letters[mine].split(32), said[mine, :count].split(32), strict=True)
+            calibration += [{"letters": a, "spoken": b} for a, b in pairs]
+    random.Random(seed).shuffle(calibration)
+    timed = [{"letters": x[:64], "spoken": y[:64, :-1]} for x, y in zip(test, expected, strict=True)][3:6]
+    return Task("GRUs, g2p-en", model, calibration, judge, timed, [], (), frozenset(used), frozenset(judged))
+
+
+def digits_network() -> nn.Sequential:
+    """Three convolutions and a linear layer for images of 8 × 8."""
+    return nn.Sequential(
+        nn.Conv2d(1, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(),
+        nn.Conv2d(32, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(64, 64, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(256, 10),
+    )  # fmt: skip
+
+
+def digits_cnn(seed: int, epochs: int = 12) -> Task:
+    """A small convolutional network for digits; calibrated with training images, judged by the others."""
+    from sklearn.datasets import load_digits
+
+    stored = load_digits()
+    images, labels = torch.from_numpy(stored.images).float()[:, None] / 16, torch.from_numpy(stored.target)
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
+    x, test, y, test_y = images[order[:1200]], images[order[1200:]], labels[order[:1200]], labels[order[1200:]]
+    torch.manual_seed(seed)
+    model = digits_network()
+    optimizer = torch.optim.Adam(model.parameters(), 2e-3)
+    for _ in range(epochs):
+        for some in torch.randperm(len(x)).split(64):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x[some]), y[some]).backward()
+            optimizer.step()
+    model.eval()
+
+    @torch.inference_mode()
+    def judge(some: nn.Module) -> dict[str, float]:
+        return {"quality": 100 * float((some(test).argmax(1) == test_y).float().mean())}
+
+    seen = {image.numpy().tobytes() for image in test}
+    some = x[[i for i in range(len(x)) if x[i].numpy().tobytes() not in seen]]
+    some = some[torch.randperm(len(some), generator=torch.Generator().manual_seed(seed))]
+    return Task(
+        "CNN, digits", model, list(some.split(64)), judge, list(test[:512].split(64)), [], (),
+        frozenset(image.numpy().tobytes() for image in some), frozenset(seen),
+    )  # fmt: skip
+
+
+TASKS = {"g2p": g2p, "digits_cnn": digits_cnn}
+
+
+def measured(task: Task, seed: int, budgets: list[float]) -> list[dict]:
+    """A row for the dense model and for each budget; times on one thread, best of several, in turns."""
+    made, rows = {"1": task.model}, [{"task": task.name, "seed": seed, "budget": 1.0, **task.judge(task.model)}]
+    for budget in budgets:
+        start = time.process_time()
+        small = fit(task.model, budget=budget, calibration=task.calibration, seed=seed).eval()
+        spent, found = time.process_time() - start, summary(small)
+        row = {"task": task.name, "seed": seed, "budget": budget, **task.judge(small)}
+        row |= {"multiply-adds": found.macs[1] / found.macs[0], "processor s": spent}
+        row["became"] = "; ".join(f"{c.name}: {c.became}" for c in found.changes if c.macs_before)
+        rows.append(row)
+        made[f"{budget:g}"] = small
+
+    def call(model: nn.Module) -> None:
+        with torch.inference_mode():
+            for batch in task.timed:
+                model(**batch) if isinstance(batch, dict) else model(batch)
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    times = interleaved({name: lambda model=model: call(model) for name, model in made.items()})
+    torch.set_num_threads(threads)
+    return [row | {"speed-up": times["1"] / times[f"{row['budget']:g}"]} for row in rows]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--budgets", type=float, nargs="+", default=[0.5, 0.25])
+    options = parser.parse_args(arguments)
+    rows: list[dict] = []
+    for name in options.tasks:
+        for seed in range(options.seeds):
+            new = measured(TASKS[name](seed), seed, options.budgets)
+            show(name, [{key: value for key, value in row.items() if key not in ("task", "became")} for row in new])
+            rows += new
+    store("fitted_units", rows)
+
+
+if __name__ == "__main__":
+    main()

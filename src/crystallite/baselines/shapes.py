@@ -1,0 +1,103 @@
+"""Cheaper shapes of the same weights: two layers by the SVD, and random blocks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from crystallite.baselines.layers import largest
+from crystallite.errors import InvalidOption
+from crystallite.operators.linear import BlockLinear
+from crystallite.validation.batches import Batch
+from crystallite.validation.cost import count_macs
+
+__all__ = ["decomposed", "random_blocks"]
+
+_SLACK = 1.03  # otherwise halves would be thirds beside a model that was fitted to 49.9 %
+
+
+def decomposed(model: nn.Module, names: Sequence[str], batch: Batch, limit: int) -> nn.Module:
+    """Every layer as two by the SVD of its weight, each with the same share of its multiply-adds.
+
+    >>> net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    >>> decomposed(net, ["0", "1"], Batch(0, 1, (torch.zeros(1, 8),)), 64)[0]
+    Sequential(
+      (0): Linear(in_features=8, out_features=2, bias=False)
+      (1): Linear(in_features=2, out_features=8, bias=True)
+    )
+    """
+    factors = {
+        name: torch.linalg.svd(model.get_submodule(name).get_parameter("weight").detach().flatten(1), False)
+        for name in names
+    }
+
+    def made(share: float) -> nn.Module:
+        small = copy.deepcopy(model)
+        for name, (left, values, right) in factors.items():
+            outputs, inputs = len(left), right.shape[1]
+            rank = max(1, int(share * outputs * inputs / (outputs + inputs)))
+            pair = _pair(small.get_submodule(name), right[:rank], left[:, :rank] * values[:rank])
+            small.set_submodule(name, pair)
+        return small
+
+    return largest(made, batch, limit)
+
+
+@torch.no_grad()
+def _pair(old: Any, down: Tensor, up: Tensor) -> nn.Sequential:
+    rank, bias = len(down), old.bias is not None
+    if isinstance(old, nn.Linear):
+        pair: Any = nn.Sequential(nn.Linear(old.in_features, rank, False), nn.Linear(rank, old.out_features, bias))
+    else:
+        first = type(old)(
+            old.in_channels, rank, old.kernel_size, old.stride, old.padding, old.dilation, 1, False, old.padding_mode
+        )
+        pair = nn.Sequential(first, type(old)(rank, old.out_channels, 1, bias=bias))
+    pair.to(old.weight)
+    for layer, weight in zip(pair, (down, up), strict=True):
+        layer.weight.copy_(weight.view_as(layer.weight))
+    if bias:
+        pair[1].bias.copy_(old.bias)
+    return pair.train(old.training)
+
+
+def random_blocks(model: nn.Module, names: Sequence[str], batch: Batch, limit: int, seed: int = 0) -> nn.Module:
+    """Every linear layer as equal blocks (±1) of random neurons; what lies between blocks is dropped.
+
+    As few blocks as the limit allows, or 3 % more than it: they come in whole numbers. Layers with fewer outputs or
+    inputs than that stay as they are.
+
+    >>> net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    >>> random_blocks(net, ["0", "1"], Batch(0, 1, (torch.zeros(1, 8),)), 64)[0]
+    BlockLinear(in_features=8, out_features=8, bias=True, blocks=2, 32 of 64 multiply-adds)
+    """
+    others = [name for name in names if not isinstance(model.get_submodule(name), nn.Linear)]
+    if others:
+        kind = type(model.get_submodule(others[0])).__name__
+        raise InvalidOption(f"only linear layers are cut into random blocks, {others[0]} is a {kind}")
+    sizes = {name: model.get_submodule(name).get_parameter("weight").shape for name in names}
+    allowed = _SLACK * limit
+    blocks, small = int(count_macs(model, batch) / max(allowed, 1)) - 1, model
+    while count_macs(small, batch) > allowed:
+        blocks = max(blocks + 1, 2)
+        cut = [name for name, size in sizes.items() if min(size) >= blocks]
+        if not cut:
+            raise InvalidOption(f"cannot be made so small: no layer has {blocks} outputs and inputs")
+        small = _in_blocks(model, cut, blocks, seed)
+    return small
+
+
+def _in_blocks(model: nn.Module, names: Sequence[str], blocks: int, seed: int) -> nn.Module:
+    chance = np.random.default_rng(seed)
+    small = copy.deepcopy(model)
+    for name in names:
+        old: Any = small.get_submodule(name)
+        rows, columns = (chance.permutation(size) % blocks for size in old.weight.shape)
+        cells = [(np.flatnonzero(rows == block), np.flatnonzero(columns == block)) for block in range(blocks)]
+        small.set_submodule(name, BlockLinear.from_blocks(old.weight.detach(), old.bias, cells))
+    return small

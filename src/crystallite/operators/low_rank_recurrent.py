@@ -1,0 +1,265 @@
+"""`LowRankRecurrent`: RNN, GRU and LSTM whose products with inputs and states may be of low rank."""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from crystallite.errors import InvalidOption
+from crystallite.operators import recurrent_kernels as kernels
+from crystallite.operators.engine import can_run_compiled
+from crystallite.operators.recurrent import BlockRecurrent
+from crystallite.operators.recurrent_layer import GATES, Steps
+from crystallite.parallel import compiled
+
+__all__ = ["LowRankRecurrent", "LowRankRecurrentLayer"]
+
+_SETTINGS = ("mode", "input_size", "hidden_size", "num_layers", "bias", "batch_first", "dropout", "bidirectional")
+_lstm, _gru, _rnn = kernels._lstm, kernels._gru, kernels._rnn
+
+
+class LowRankRecurrent(BlockRecurrent):
+    """A recurrent network with smaller products: the drop-in for `nn.RNN`, `nn.GRU` and `nn.LSTM`.
+
+    Each layer and direction multiplies its inputs, and its states, by one matrix for all gates: an `nn.Linear`, or two
+    of low rank. Input, initial states, outputs and final states are those of the module replaced, packed sequences
+    included. Products with inputs are one for the whole sequence. With gradients, or on other devices and dtypes than
+    float32 and float64 on the CPU, the factors are multiplied and PyTorch's own kernels run: the same function, but
+    states then cost what they cost in the dense module.
+
+    >>> dense = nn.GRU(8, 16)
+    >>> whole = LowRankRecurrent.from_dense(dense)
+    >>> x = torch.randn(5, 1, 8)
+    >>> torch.allclose(whole(x)[0], dense(x)[0], atol=1e-6)
+    True
+    >>> LowRankRecurrent("GRU", 8, 16, [(2, 4)])
+    LowRankRecurrent(GRU(8, 16), ranks 2 and 4, 368 of 1152 multiply-adds)
+    """
+
+    def __init__(
+        self,
+        mode: str,
+        input_size: int,
+        hidden_size: int,
+        ranks: Sequence[tuple[int, int]],
+        num_layers: int = 1,
+        bias: bool = True,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        layer: type[LowRankRecurrentLayer] | None = None,
+    ) -> None:
+        """ranks: for inputs and for states of each layer and direction, forward before backward; 0: a full matrix.
+
+        layer: what each of them is made of, by default a `LowRankRecurrentLayer`.
+        """
+        nn.Module.__init__(self)
+        if mode not in GATES:
+            raise InvalidOption(f"mode must be one of {', '.join(GATES)}, got {mode!r}")
+        self.mode, self.input_size, self.hidden_size = mode, input_size, hidden_size
+        self.num_layers, self.bias, self.batch_first = num_layers, bias, batch_first
+        self.dropout, self.bidirectional, self.proj_size = dropout, bidirectional, 0
+        directions = 1 + bidirectional
+        if len(ranks) != num_layers * directions:
+            raise InvalidOption(f"ranks: expected {num_layers * directions} pairs, got {len(ranks)}")
+        sizes = [input_size] * directions + [directions * hidden_size] * directions * (num_layers - 1)
+        make = LowRankRecurrentLayer if layer is None else layer
+        self.layers = nn.ModuleList(
+            make(mode, size, hidden_size, *pair, bias, device, dtype) for size, pair in zip(sizes, ranks, strict=True)
+        )
+
+    @classmethod
+    def from_dense(  # type: ignore[override]
+        cls, module: nn.RNNBase, layer: type[LowRankRecurrentLayer] | None = None
+    ) -> LowRankRecurrent:
+        """The same network with full matrices, whose `input` and `recurrent` layers can then be replaced.
+
+        layer: as for the constructor.
+        """
+        if not isinstance(module, nn.RNNBase) or module.mode not in GATES or module.proj_size:
+            raise InvalidOption(f"expected an nn.RNN, nn.GRU or nn.LSTM without projection, got {module}")
+        weight, count = next(module.parameters()), module.num_layers * (1 + module.bidirectional)
+        result = cls(
+            module.mode, module.input_size, module.hidden_size, [(0, 0)] * count, module.num_layers, module.bias,
+            module.batch_first, module.dropout, module.bidirectional, weight.device, weight.dtype, layer,
+        )  # fmt: skip
+        stored = iter(module.parameters())  # of each layer and direction: ih, hh, and their biases
+        for part in result._parts():
+            weights = [next(stored), next(stored)]
+            biases = [next(stored), next(stored)] if module.bias else [None, None]
+            for linear, own, bias in zip((part.input, part.recurrent), weights, biases, strict=True):
+                with torch.no_grad():
+                    linear.weight.copy_(own)
+                    if bias is not None:
+                        linear.bias.copy_(bias)
+        result.requires_grad_(any(p.requires_grad for p in module.parameters()))
+        return result.train(module.training)
+
+    def describe(self) -> dict[str, Any]:
+        """Sizes, settings and ranks, without weights."""
+        return {name: getattr(self, name) for name in _SETTINGS} | {"ranks": [list(p.ranks) for p in self._parts()]}
+
+    @classmethod
+    def from_description(cls, description: dict[str, Any]) -> LowRankRecurrent:
+        """A network of these sizes, not filled."""
+        ranks = [(int(inputs), int(states)) for inputs, states in description["ranks"]]
+        return cls(ranks=ranks, **{name: description[name] for name in _SETTINGS})
+
+    def _parts(self) -> list[LowRankRecurrentLayer]:
+        return [part for part in self.layers if isinstance(part, LowRankRecurrentLayer)]
+
+    _layers = _parts  # type: ignore[assignment]  # of the base class, for `dense_weights`
+
+    @property
+    def n_blocks(self) -> int:
+        """One for each layer and direction: states are not taken apart."""
+        return len(self.layers)
+
+    @property
+    def macs(self) -> int:
+        """Multiply-accumulates for one time step of one sequence."""
+        return sum(p.numel() for p in self.parameters() if p.ndim > 1)
+
+    @property
+    def dense_macs(self) -> int:
+        """The same for the dense module."""
+        return sum(part.gates * self.hidden_size * (self.hidden_size + part.inputs) for part in self._parts())
+
+    def __repr__(self) -> str:
+        options = [f"num_layers={self.num_layers}"] * (self.num_layers > 1) + ["bidirectional"] * self.bidirectional
+        ranks = "; ".join(" and ".join(str(rank or "full") for rank in part.ranks) for part in self._parts())
+        return (
+            f"{type(self).__name__}({self.mode}({', '.join([str(self.input_size), str(self.hidden_size), *options])}), "
+            f"ranks {ranks}, {self.macs} of {self.dense_macs} multiply-adds)"
+        )
+
+    def _run(self, data: Tensor, steps: Steps, states: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        directions, final, output = 1 + self.bidirectional, [], data
+        for i, layer in enumerate(self.layers):
+            direction, mine = i % directions, tuple(state[i] for state in states)
+            if direction == 0 and i:
+                data = F.dropout(output, self.dropout, self.training)
+            part, last = layer(data, steps, mine, direction == 1)
+            output = part if direction == 0 else torch.cat([output, part], 1)
+            final.append(last)
+        return output, [torch.stack(kind) for kind in zip(*final, strict=True)]
+
+
+class LowRankRecurrentLayer(nn.Module):
+    """One layer in one direction: `input` and `recurrent`, each an `nn.Linear` to all gates or two of low rank."""
+
+    def __init__(
+        self, mode: str, inputs: int, hidden: int, input_rank: int = 0, recurrent_rank: int = 0, bias: bool = True,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.mode, self.inputs, self.hidden, self.gates = mode, inputs, hidden, GATES[mode]
+        kind = {"device": device, "dtype": dtype}
+        self.input: Any = _linear(inputs, self.gates * hidden, input_rank, bias, kind)
+        self.recurrent: Any = _linear(hidden, self.gates * hidden, recurrent_rank, bias, kind)
+
+    @property
+    def ranks(self) -> tuple[int, int]:
+        """Of the products with inputs and with states; 0: a full matrix."""
+        first, second = (0 if len(_factors(m)) == 1 else len(_factors(m)[0]) for m in (self.input, self.recurrent))
+        return first, second
+
+    def dense_weights(self) -> tuple[Tensor, ...]:
+        """Input and recurrent weights and biases as the dense module has them; gradients flow to the factors."""
+        return *(_whole(m) for m in (self.input, self.recurrent)), *self._biases()
+
+    def _biases(self) -> list[Tensor]:
+        ends: list[Any] = [m[-1] if isinstance(m, nn.Sequential) else m for m in (self.input, self.recurrent)]
+        return [end.bias for end in ends if end.bias is not None]
+
+    def forward(
+        self, data: Tensor, steps: Steps, states: tuple[Tensor, ...], backward: bool
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Output (rows, hidden) and final states (batch, hidden) from data (rows, inputs) and initial states."""
+        if isinstance(self.recurrent, nn.Sequential):
+            kind = self.recurrent[0].weight.dtype
+            if all(value.dtype == kind and can_run_compiled(value, self) for value in (data, *states)):
+                return self.run_steps(data, steps, states, backward)
+        return self.run_native(data, steps, states, backward)
+
+    def run_native(
+        self, data: Tensor, steps: Steps, states: tuple[Tensor, ...], backward: bool
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """In PyTorch's kernels, with the product of the factors for the states."""
+        if backward:
+            rows = steps.reversed_rows(data.device)
+            data = data.index_select(0, rows)
+        if isinstance(self.input, nn.Sequential):
+            data = self.input[0](data)
+        weights = [_factors(self.input)[-1], _whole(self.recurrent), *self._biases()]
+        initial = [state[None] for state in states]
+        call, initially = getattr(torch, self.mode.lower()), initial if self.mode == "LSTM" else initial[0]
+        tail = (len(weights) > 2, 1, 0.0, self.training, False)
+        if steps.packed:
+            output, *final = call(data, torch.from_numpy(steps.counts), initially, weights, *tail)
+        else:
+            sequence = data.view(len(steps.counts), steps.batch, data.shape[1])
+            output, *final = call(sequence, initially, weights, *tail, False)
+            output = output.flatten(0, 1)
+        return output.index_select(0, rows) if backward else output, tuple(state[0] for state in final)
+
+    @torch.no_grad()
+    def run_steps(
+        self, data: Tensor, steps: Steps, states: tuple[Tensor, ...], backward: bool
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Two thin products for each step, and the gates in compiled code: without gradients, on the CPU."""
+        given = self.input(data)
+        down, up = (factor.t() for factor in _factors(self.recurrent))
+        hidden, *cell = (state.clone(memory_format=torch.contiguous_format) for state in states)
+        bias, inner, batch = self.recurrent[1].bias, data.new_zeros(self.hidden), steps.batch
+        if bias is not None:
+            outer = 2 * self.hidden if self.mode == "GRU" else len(bias)  # the GRU multiplies the rest by r
+            given[:, :outer] += bias[:outer]
+            inner = bias.detach()[outer:] if self.mode == "GRU" else inner
+        middle, own = data.new_empty(batch, down.shape[1]), data.new_empty(batch, up.shape[1])
+        output = data.new_empty(len(data), self.hidden)
+        arrays = [value.numpy() for value in (given, own, inner, hidden, cell[0] if cell else own, output)]
+        kind, times = getattr(kernels, self.mode), list(zip(steps.counts.tolist(), steps.starts.tolist(), strict=True))
+        for count, start in reversed(times) if backward else times:
+            torch.mm(torch.mm(hidden[:count], down, out=middle[:count]), up, out=own[:count])
+            _step(kind, start, count, *arrays)
+        return output, (hidden, *cell)
+
+
+@compiled
+def _step(kind, start, count, given, own, inner, hidden, cell, output):
+    """One time step of the first `count` sequences: given (rows, gates·units) from inputs, own the same from states."""
+    for r in range(count):
+        row, now = start + r, hidden[r]
+        if kind == kernels.LSTM:
+            _lstm(given[row], own[r], now, cell[r])
+        elif kind == kernels.GRU:
+            _gru(given[row], own[r], inner, now)
+        else:
+            _rnn(kind == kernels.RNN_RELU, given[row], own[r], now)
+        output[row] = now
+
+
+def _linear(inputs: int, outputs: int, rank: int, bias: bool, kind: dict[str, Any]) -> nn.Module:
+    if not rank:
+        return nn.Linear(inputs, outputs, bias, **kind)
+    return nn.Sequential(nn.Linear(inputs, rank, False, **kind), nn.Linear(rank, outputs, bias, **kind))
+
+
+def _factors(module: Any) -> list[Tensor]:
+    parts: list[Any] = list(module) if isinstance(module, nn.Sequential) else [module]
+    return [part.weight for part in parts]
+
+
+def _whole(module: Any) -> Tensor:
+    """(outputs, inputs)"""
+    factors = _factors(module)
+    return factors[0] if len(factors) == 1 else factors[1] @ factors[0]

@@ -1,0 +1,145 @@
+"""What was allocated becomes forms, and forms become modules in the places of the layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from crystallite.operators.conv import Convolution
+from crystallite.refitting.allocation import Allocation
+from crystallite.refitting.channels import eliminate_groups, smaller_norm
+from crystallite.refitting.forms import Form, Shape
+from crystallite.refitting.groups import Hidden
+from crystallite.refitting.partitions import best_cells
+from crystallite.refitting.places import matrix_of, set_layer_
+from crystallite.refitting.regression import Regression
+from crystallite.refitting.sequential import form_of
+from crystallite.refitting.session import Session
+from crystallite.reorganization.rewrite import replace_
+from crystallite.reorganization.units import Unit
+
+__all__ = ["Chooser", "assembled", "describe_forms", "fragile", "size_of", "unfit"]
+
+
+def unfit(unit: Unit, in_blocks: bool) -> str:
+    """Why a layer cannot be fitted, or an empty string; in_blocks: not even to be cut into blocks."""
+    module, kind = unit.module, type(unit.module).__name__
+    if unit.kind == "linear" or (isinstance(module, Convolution) and module.groups == 1 and not in_blocks):
+        return ""
+    if isinstance(module, Convolution) and module.groups > 1:
+        return f"left alone: the {module.groups} groups of its channels are apart already"
+    if isinstance(module, nn.RNNBase) and not in_blocks:
+        return ""
+    if in_blocks and isinstance(module, (Convolution, nn.RNNBase)):
+        return f"left alone: only linear layers are fitted in blocks, this is a {kind}"
+    return f"left alone: no smaller operator is fitted to a {kind}"
+
+
+class Chooser:
+    """Gives each layer the form that was allocated to it."""
+
+    def __init__(self, session: Session, allocation: Allocation) -> None:
+        self.session, self.allocation = session, allocation
+
+    def __call__(self, name: str, regression: Regression, samples: int) -> Form:
+        size, shape = self.allocation.kept(name), self.allocation.shape(name)
+        if size is None:
+            return form_of(regression, self._settled(shape, regression))
+        width = self.allocation.width(name)
+        kept, _ = eliminate_groups(regression, width, [size])[size]
+        inner = regression.restricted(kept)
+        place = np.full(len(regression.metric), -1)
+        place[kept.cpu().numpy()] = np.arange(len(kept))
+        cells = tuple((rows, place[columns][place[columns] >= 0]) for rows, columns in shape.cells)
+        form = form_of(inner, self._settled(replace(shape, cells=cells), inner))
+        numbers = kept.cpu().numpy()
+        whole = tuple((rows, numbers[columns]) for rows, columns in form.shape.cells)
+        return replace(
+            form,
+            shape=replace(form.shape, cells=whole),
+            weight=_spread(form.weight, kept, len(regression.metric)),
+            down=None if form.down is None else _spread(form.down, kept, len(regression.metric)),
+            kept=kept,
+        )
+
+    def _settled(self, shape: Shape, regression: Regression) -> Shape:
+        if not shape.draft:
+            return shape
+        return Shape(shape.rank, best_cells(regression, len(shape.cells), self.session.seed))
+
+
+def _spread(matrix: Tensor, columns: Tensor, size: int) -> Tensor:
+    """A matrix of more columns, zero where it had none."""
+    whole = matrix.new_zeros(len(matrix), size)
+    whole[:, columns] = matrix
+    return whole
+
+
+def assembled(
+    model: nn.Module, session: Session, forms: Mapping[str, Form], groups: Sequence[Hidden]
+) -> tuple[nn.Module, dict[str, tuple[int, int]]]:
+    """The model, in place, with an operator for each form, and how many outputs and inputs of each layer are left."""
+    rows: dict[str, Tensor] = {}
+    for group in groups:
+        kept = forms[group.reader].kept
+        if kept is not None:
+            neurons = kept[:: group.width] // group.width
+            rows |= dict.fromkeys(group.writers, neurons)
+            for name in group.norms:
+                model = replace_(model, name, smaller_norm(model.get_submodule(name), neurons))
+    embedded = {name for group in groups if group.heads for name in (*group.writers, group.reader)}
+    left = {}
+    for name, unit in session.units.items():
+        form, size = forms[name], matrix_of(unit.module).shape
+        outputs, inputs = (
+            torch.arange(count) if kept is None else kept
+            for count, kept in zip(size, (rows.get(name), form.kept), strict=True)
+        )
+        left[name] = (len(outputs), len(inputs))
+        old = model.get_submodule(name)
+        if (form.shape.rank or form.shape.cells) or left[name] != size:
+            model = replace_(model, name, form.operator(outputs, inputs, old, name in embedded))
+        else:
+            set_layer_(old, form.weight, form.bias)
+    return model, left
+
+
+def describe_forms(parts: Mapping[str, tuple[Form, tuple[int, int]]], session: Session) -> str:
+    """What a layer, or each product of a recurrent one, became, and its held-out error."""
+    texts = []
+    for name, (form, left) in parts.items():
+        outputs, inputs = matrix_of(session.units[name].module).shape
+        kinds = [f"{left[0]} of {outputs} outputs"] * (left[0] < outputs)
+        kinds += [f"{left[1]} of {inputs} inputs"] * (left[1] < inputs)
+        kinds += [str(form.shape)] * bool(form.shape.rank or form.shape.cells)
+        text = ", ".join([*(kinds or ["dense, fitted again"]), f"error {form.error:.2%}"])
+        texts.append(_product_name(name, len(parts)) + text)
+    return "; ".join(texts)
+
+
+def _product_name(name: str, products: int) -> str:
+    """Which product of a recurrent layer this is, where there are several."""
+    layer, kind = name.split(".")[-2:] if products > 1 else ("", "")
+    return f"{kind.replace('recurrent', 'state')}s{f' {layer}' * (products > 2)}: " if kind else ""
+
+
+def fragile(allocation: Allocation) -> dict[str, float]:
+    """Layers that stayed as they are, and the damage that half of their multiply-adds would have done; worst first."""
+    thinned = [curve.hidden for i, curve in enumerate(allocation.neurons) if allocation.chosen.get(i, 0)]
+    smaller = {name for hidden in thinned for name in (*hidden.writers, hidden.reader)}
+    found = {}
+    for name, curve in allocation.layers.items():
+        outputs, inputs = curve.size
+        halved = [d for shape, d in curve.options if shape.macs(outputs, inputs, curve.size) <= outputs * inputs / 2]
+        if not allocation.chosen.get(name, 0) and name not in smaller and halved:
+            found[name] = min(halved)
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+def size_of(module: nn.Module) -> int:
+    """Numbers in a module."""
+    return sum(p.numel() for p in module.parameters())
