@@ -44,8 +44,8 @@ operators are fitted to the calibration file, which holds `inputs`, or the model
 axis counts samples.
 """
 _ANNEALING = {"level": 0.01, "null": "auto", "correction": None, "random_walk": "calibrated", "rule": "both"}
-_FITTED = ("budget", "blocks", "joint", "tolerance", "confidence", "risk", "calibration", "polish_steps", "checkpoint",
-           "seed")  # fmt: skip
+_FITTED = ("budget", "blocks", "joint", "tolerance", "confidence", "risk", "objective", "calibration", "polish_steps",
+           "checkpoint", "seed")  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -113,7 +113,10 @@ def _parser() -> argparse.ArgumentParser:
         "--even-if-slower", action="store_true", help="blocks wherever they need fewer multiply-adds"
     )
     fitted = reorganize.add_argument_group("fitted to data")
-    fitted.add_argument("--budget", type=float, metavar="SHARE", help="of the linear layers' multiply-adds to keep")
+    fitted.add_argument("--budget", type=float, metavar="SHARE", help="of the layers' multiply-adds to keep")
+    fitted.add_argument(
+        "--objective", choices=["macs", "parameters", "latency"], help="what the budget counts (default: macs)"
+    )
     fitted.add_argument("--blocks", type=int, metavar="K", help="every layer as so many independent blocks")
     fitted.add_argument("--joint", action="store_true", help="with --blocks: one partition through consecutive layers")
     fitted.add_argument("--tolerance", type=float, help="the cheapest budget whose risk is at most this")

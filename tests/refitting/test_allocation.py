@@ -27,7 +27,7 @@ def damage(allocation):
 def test_a_budget_is_met_and_close_to_the_best_choice(sensitivities, budget):
     layers = {str(i): layer((16, 16), value) for i, value in enumerate(sensitivities)}
     found = allocate(layers, [], budget)
-    assert found.macs <= budget * 256 * len(layers)
+    assert found.cost <= budget * 256 * len(layers)
     best = min(
         sum(curve.options[i][1] for curve, i in zip(layers.values(), places, strict=True))
         for places in itertools.product(range(5), repeat=len(layers))
@@ -47,7 +47,7 @@ def test_neurons_count_in_every_layer_that_has_them():
     layers = {"up": LayerCurve((64, 16), ((Shape(), 0.0),)), "down": LayerCurve((16, 64), ((Shape(), 0.0),))}
     neurons = NeuronCurve(Hidden(("up",), "down", 64), ((64, 0.0), (48, 0.1), (32, 0.2), (16, 0.5)))
     found = allocate(layers, [neurons], 0.5)
-    assert (found.kept("down"), found.kept("up"), found.macs) == (32, None, 32 * 32)
+    assert (found.kept("down"), found.kept("up"), found.cost) == (32, None, 32 * 32)
 
 
 def test_what_cannot_be_reached_is_refused():

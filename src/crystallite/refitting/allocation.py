@@ -1,8 +1,8 @@
-"""Where multiply-adds are worth most: sizes for every layer and every group of hidden neurons under one budget."""
+"""Where what may be spent is worth most: sizes for every layer and every group of hidden neurons under one budget."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -10,7 +10,7 @@ from crystallite.errors import InvalidOption
 from crystallite.refitting.forms import Shape
 from crystallite.refitting.groups import Hidden
 
-__all__ = ["Allocation", "LayerCurve", "NeuronCurve", "allocate"]
+__all__ = ["Allocation", "LayerCurve", "NeuronCurve", "Price", "allocate", "parameters"]
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,16 @@ class NeuronCurve:
     options: tuple[tuple[int, float], ...]  # the first keeps all
 
 
+Price = Callable[[str, Shape, int, int], float]  # of a layer with so many outputs and inputs left
+
+
 @dataclass
 class Allocation:
     """A choice for each curve, by its place among the options."""
 
     layers: Mapping[str, LayerCurve]
     neurons: Sequence[NeuronCurve]
+    price: Price
     chosen: dict[str | int, int] = field(default_factory=dict)  # layer or number of the neurons → option
 
     def shape(self, layer: str) -> Shape:
@@ -53,20 +57,20 @@ class Allocation:
         return next((curve.hidden.width for curve in self.neurons if curve.hidden.reader == reader), 1)
 
     @property
-    def macs(self) -> int:
-        return sum(self._macs(name) for name in self.layers)
+    def cost(self) -> float:
+        return sum(self._cost(name) for name in self.layers)
 
     @property
-    def dense_macs(self) -> int:
-        return sum(curve.uses * curve.size[0] * curve.size[1] for curve in self.layers.values())
+    def dense_cost(self) -> float:
+        return sum(self.price(name, Shape(), *curve.size) for name, curve in self.layers.items())
 
-    def _macs(self, name: str) -> int:
-        outputs, inputs = total = self.layers[name].size
+    def _cost(self, name: str) -> float:
+        outputs, inputs = self.layers[name].size
         for number, curve in enumerate(self.neurons):
             left = curve.options[self.chosen.get(number, 0)][0]
             outputs = left if name in curve.hidden.writers else outputs
             inputs = left * curve.hidden.width if name == curve.hidden.reader else inputs
-        return self.layers[name].uses * self.shape(name).macs(outputs, inputs, total)
+        return self.price(name, self.shape(name), outputs, inputs)
 
     def _options(self, key: str | int) -> Sequence[tuple[object, float]]:
         return self.layers[key].options if isinstance(key, str) else self.neurons[key].options
@@ -77,45 +81,58 @@ class Allocation:
         hidden = self.neurons[key].hidden
         return [*hidden.writers, hidden.reader]
 
-    def moves(self) -> list[tuple[float, int, str | int, int]]:
-        """Every single change of a choice: how much damage it adds, multiply-adds it saves, and what it changes."""
+    def moves(self) -> list[tuple[float, float, str | int, int]]:
+        """Every single change of a choice: how much damage it adds, what it saves, and what it changes."""
         found = []
         for key in [*self.layers, *range(len(self.neurons))]:
             here, options = self.chosen.get(key, 0), self._options(key)
-            before = sum(map(self._macs, self._touched(key)))
+            before = sum(map(self._cost, self._touched(key)))
             for place, (_, damage) in enumerate(options):
                 if place != here:
                     self.chosen[key] = place
-                    saved = before - sum(map(self._macs, self._touched(key)))
+                    saved = before - sum(map(self._cost, self._touched(key)))
                     found.append((damage - options[here][1], saved, key, place))
             self.chosen[key] = here
         return found
 
 
-def allocate(layers: Mapping[str, LayerCurve], neurons: Sequence[NeuronCurve], budget: float) -> Allocation:
-    """The choices that do least damage and leave at most this share of the layers' multiply-adds.
+def multiply_adds(layers: Mapping[str, LayerCurve]) -> Price:
+    """What layers cost, counted as often as their weights are used."""
+    return lambda name, shape, outputs, inputs: layers[name].uses * shape.macs(outputs, inputs, layers[name].size)
 
-    Greedy: always the change that costs least damage for each multiply-add it saves; at the end, what the last change
-    saved too much is given back where it helps most. Fragile layers, whose damage is large, stay dense by themselves.
+
+def parameters(layers: Mapping[str, LayerCurve]) -> Price:
+    """How many weights layers have."""
+    return lambda name, shape, outputs, inputs: shape.macs(outputs, inputs, layers[name].size)
+
+
+def allocate(
+    layers: Mapping[str, LayerCurve], neurons: Sequence[NeuronCurve], budget: float, price: Price | None = None
+) -> Allocation:
+    """The choices that do least damage and leave at most this share of what the layers cost.
+
+    price: of a layer; None: its multiply-adds. Greedy: always the change that costs least damage for what it saves; at
+    the end, what the last change saved too much is given back where it helps most. Fragile layers, whose damage is
+    large, stay dense by themselves.
 
     >>> even = LayerCurve((8, 8), ((Shape(), 0.0), (Shape(rank=2), 1.0)))
     >>> fragile = LayerCurve((8, 8), ((Shape(), 0.0), (Shape(rank=2), 9.0)))
     >>> found = allocate({"a": even, "b": fragile}, [], 0.8)
-    >>> str(found.shape("a")), str(found.shape("b")), found.macs
+    >>> str(found.shape("a")), str(found.shape("b")), found.cost
     ('rank 2', 'dense', 96)
     """
-    found = Allocation(layers, neurons)
-    limit = budget * found.dense_macs
-    while found.macs > limit:
+    found = Allocation(layers, neurons, multiply_adds(layers) if price is None else price)
+    limit = budget * found.dense_cost
+    while found.cost > limit:
         moves = [move for move in found.moves() if move[1] > 0]
         if not moves:
             raise InvalidOption(
-                f"budget {budget:g} is below the smallest that can be reached here, {found.macs / found.dense_macs:.3f}"
+                f"budget {budget:g} is below the smallest that can be reached here, {found.cost / found.dense_cost:.3f}"
             )
         _, _, key, place = min(moves, key=lambda move: (max(move[0], 0.0) / move[1], move[0], -move[1]))
         found.chosen[key] = place
     while True:
-        room = limit - found.macs
+        room = limit - found.cost
         better = [move for move in found.moves() if move[0] < 0 and -move[1] <= room]
         if not better:
             return found

@@ -16,13 +16,14 @@ from torch import nn
 from crystallite.artifact import source_sha256
 from crystallite.discovery.calls import evaluating
 from crystallite.errors import InvalidOption
-from crystallite.refitting.allocation import LayerCurve, NeuronCurve, allocate
+from crystallite.refitting.allocation import LayerCurve, NeuronCurve, Price, allocate, parameters
 from crystallite.refitting.assembling import Chooser, assembled, describe_forms, fragile, size_of, unfit
 from crystallite.refitting.calibration import Calibration
 from crystallite.refitting.forms import Form, Shape
 from crystallite.refitting.groups import Hidden, first_samples, hidden_neurons
 from crystallite.refitting.guarantee import cheapest, check_tolerance, sample_losses, set_aside
 from crystallite.refitting.jointly import fit_jointly
+from crystallite.refitting.latency import Latency
 from crystallite.refitting.partitions import best_cells
 from crystallite.refitting.places import positions, set_layer_
 from crystallite.refitting.polish import polish_
@@ -43,6 +44,8 @@ from crystallite.validation.outputs import tensors
 
 __all__ = ["fit"]
 
+OBJECTIVES = ("macs", "parameters", "latency")
+
 
 def fit(
     model: nn.Module,
@@ -54,6 +57,7 @@ def fit(
     tolerance: float | None = None,
     confidence: float = 0.95,
     risk: str = "deviation",
+    objective: str = "macs",
     polish_steps: int = 0,
     checkpoint: str | os.PathLike[str] | None = None,
     ridge: float = 0.01,
@@ -75,6 +79,8 @@ def fit(
       most 1) over samples, or "disagreement", the share of other decisions (argmax). See `refitting/guarantee.py`.
     - `calibration`: batches of inputs as for `validate`; a few times as many samples (or tokens) as the widest layer
       has inputs. The last fifth judges and is not fitted on. Targets are not used.
+    - `objective`: what the budget is a share of: "macs", multiply-adds; "parameters"; or "latency", the measured time
+      that the layers take for the first batch, on this machine and its threads.
     - `polish_steps`: so many steps of training inside the structure afterwards, to return what the dense model returns;
       the best state by held-out error is kept. `checkpoint`: a folder for its state; called again after an
       interruption, training goes on from there to the result it would have had.
@@ -101,13 +107,13 @@ def fit(
     >>> torch.allclose(small(x), model(x), atol=1e-4)
     True
     """
-    _check(model, budget, blocks, joint, tolerance, ridge, polish_steps, checkpoint)
+    _check(model, budget, blocks, joint, tolerance, objective, ridge, polish_steps, checkpoint)
     if tolerance is not None:
         check_tolerance(tolerance, confidence, risk)
     data, aside = Calibration.read(calibration), ()
     if tolerance is not None:
         data, aside = set_aside(data, seed)  # type: ignore[assignment]
-    work = _Fitting.of(model, data, ridge, seed, targets, ignore, blocks is not None, progress)
+    work = _Fitting.of(model, data, ridge, seed, targets, ignore, blocks is not None, objective, progress)
 
     def polished(result: nn.Module, name: str) -> nn.Module:
         if polish_steps:
@@ -136,8 +142,8 @@ def fit(
 
 
 def _check(
-    model: nn.Module, budget: float | None, blocks: int | None, joint: bool, tolerance: float | None, ridge: float,
-    polish_steps: int, checkpoint: Any,
+    model: nn.Module, budget: float | None, blocks: int | None, joint: bool, tolerance: float | None, objective: str,
+    ridge: float, polish_steps: int, checkpoint: Any,
 ) -> None:  # fmt: skip
     if not isinstance(model, nn.Module):
         raise InvalidOption(f"expected an nn.Module, got {type(model).__name__}")
@@ -153,6 +159,10 @@ def _check(
         raise InvalidOption(f"blocks: expected an integer of at least 2, got {blocks!r}")
     if joint and blocks is None:
         raise InvalidOption("joint=True needs blocks=: the number of subnetworks")
+    if objective not in OBJECTIVES:
+        raise InvalidOption(f"objective: expected one of {', '.join(OBJECTIVES)}, got {objective!r}")
+    if objective != "macs" and blocks is not None:
+        raise InvalidOption("objective= says what a budget is a share of: pass budget= or tolerance= with it")
     if not ridge > 0:
         raise InvalidOption(f"ridge: expected a positive number, got {ridge!r}")
     if isinstance(polish_steps, bool) or not isinstance(polish_steps, int) or polish_steps < 0:
@@ -169,12 +179,13 @@ class _Fitting:
     session: Session
     units: dict[str, Unit]  # all layers, also those that are left alone, in the order of the model
     parts: dict[str, list[str]]  # the layers of the session that a layer consists of: itself, or a recurrent one's
+    objective: str  # of OBJECTIVES
     progress: bool
 
     @classmethod
     def of(
         cls, model: nn.Module, data: Calibration, ridge: float, seed: int, targets: str | Sequence[str],
-        ignore: str | Sequence[str], in_blocks: bool, progress: bool,
+        ignore: str | Sequence[str], in_blocks: bool, objective: str, progress: bool,
     ) -> _Fitting:  # fmt: skip
         targets, ignore = ([p] if isinstance(p, str) else list(p) for p in (targets, ignore))
         dense = copy.deepcopy(model).eval()
@@ -200,7 +211,8 @@ class _Fitting:
         uncut = {part.name for name, some in parts.items() if usable[name].kind == "recurrent" for part in some}
         itinerary = Itinerary.of(dense, list(inner), example)
         session = Session(dense, inner, data, itinerary, ridge, seed, uses, uncut)
-        return cls(model, session, units, {name: [p.name for p in some] for name, some in parts.items()}, progress)
+        named = {name: [part.name for part in some] for name, some in parts.items()}
+        return cls(model, session, units, named, objective, progress)
 
     @cached_property
     def hidden(self) -> tuple[list[Hidden], str]:
@@ -216,10 +228,17 @@ class _Fitting:
         """Damage over size, probed once for all budgets."""
         return probe(self.session, self.hidden[0], self.progress)
 
+    @cached_property
+    def price(self) -> Price | None:
+        """What the budget counts; None: multiply-adds."""
+        if self.objective == "latency":
+            return Latency(self.session)
+        return parameters(self.curves[0]) if self.objective == "parameters" else None
+
     def reaches(self, budget: float) -> bool:
         """Whether the layers can be made so small."""
         try:
-            allocate(*self.curves, budget)
+            allocate(*self.curves, budget, self.price)
         except InvalidOption:
             return False
         return True
@@ -227,7 +246,7 @@ class _Fitting:
     def in_budget(self, budget: float) -> nn.Module:
         """The model within a budget."""
         session, (hidden, untraced) = self.session, self.hidden
-        allocation = allocate(*self.curves, budget)
+        allocation = allocate(*self.curves, budget, self.price)
         student = copy.deepcopy(session.dense)
         forms = fit_layers_(session, student, Chooser(session, allocation), self.progress)
         recurrent = [name for name in self.parts if self.units[name].kind == "recurrent"]
@@ -240,7 +259,7 @@ class _Fitting:
             blocks = max(len(forms[part].shape.cells) or 1 for part in parts)
             changes[name] = self._change(name, became, result.get_submodule(name), blocks)
         _check_equal(result, student, session)
-        more: dict[str, Any] = {"budget": budget, "fragile": fragile(allocation)}
+        more: dict[str, Any] = {"budget": budget, "objective": self.objective, "fragile": fragile(allocation)}
         if untraced:
             more["neurons_kept"] = untraced
         return self._recorded(result, changes, more)

@@ -18,6 +18,7 @@ from crystallite.reorganization.record import LayerChange, Reorganization
 __all__ = ["Summary", "summary"]
 
 _SHOWN_FRAGILE = 3
+_OBJECTIVES = {"parameters": " of the parameters", "latency": " of the measured time"}  # where not multiply-adds
 _MOVING = ("columns", "inputs", "outputs", "shuffle")  # index tables that are applied at run time
 
 
@@ -105,6 +106,7 @@ def _notes(record: Reorganization) -> Iterator[str]:
     options: dict[str, Any] = {name: value for name, value in record.options.items() if value is not None}
     error = options.get("held_out_error", float("nan"))
     asked = f"{options['blocks']} blocks" if "blocks" in options else f"a budget of {options.get('budget', 1):.0%}"
+    asked += _OBJECTIVES.get(options.get("objective", "macs"), "")
     yield f"fitted to {asked}: error of the outputs {error:.2%} of their variance, on samples not fitted on"
     if fragile := options.get("fragile"):
         shown = ", ".join(f"{name or '(model)'} ({damage:.2g})" for name, damage in [*fragile.items()][:_SHOWN_FRAGILE])

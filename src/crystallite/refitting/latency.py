@@ -1,0 +1,75 @@
+"""What a layer costs in time: measured, for whatever it may become."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from crystallite.operators.conv import Convolution
+from crystallite.refitting.forms import Form, Shape
+from crystallite.refitting.places import matrix_of
+from crystallite.refitting.session import Session
+from crystallite.validation.batches import run
+
+__all__ = ["Latency"]
+
+_RUNS = 5  # the best of which counts
+
+
+class Latency:
+    """The seconds that a layer takes for the first batch of the calibration data, on as many threads as PyTorch uses.
+
+    Measured when asked for, and once for all layers that are alike. What a layer reads is what it reads in the dense
+    model, cut to the inputs that are left. The product of a recurrent layer with its states is timed for all steps at
+    once, which is quicker than step by step.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self.session, self.known = session, dict[Any, float]()
+        self.read: dict[str, Tensor] = {}
+        with ExitStack() as hooks:
+            for name, unit in session.units.items():
+                hooks.callback(unit.module.register_forward_pre_hook(self._keep(name)).remove)
+            run(session.dense, session.data.fitted[0])
+
+    def _keep(self, name: str) -> Callable[..., None]:
+        def hook(module: Any, inputs: tuple[Any, ...]) -> None:
+            self.read[name] = inputs[0].detach()
+
+        return hook
+
+    def __call__(self, name: str, shape: Shape, outputs: int, inputs: int) -> float:
+        """Seconds of a layer that has become this shape and has so many outputs and inputs left."""
+        module, x = self.session.units[name].module, self.read[name]
+        sizes = tuple((len(rows), len(columns)) for rows, columns in shape.cells)
+        key = (type(module), matrix_of(module).shape, x.shape, shape.rank, sizes, outputs, inputs)
+        if key not in self.known:
+            self.known[key] = self._measured(module, x, shape, outputs, inputs)
+        return self.known[key]
+
+    def _measured(self, module: Any, x: Tensor, shape: Shape, outputs: int, inputs: int) -> float:
+        whole = matrix_of(module).double()
+        up, down = (
+            (None, None) if not shape.rank else (whole[:, :1].expand(-1, shape.rank), whole[:1].expand(shape.rank, -1))
+        )
+        form = Form(shape, whole, whole[:, 0], 0.0, up, down)
+        operator = form.operator(torch.arange(outputs), torch.arange(inputs), module).eval()
+        if isinstance(module, Convolution):
+            channels = inputs // math.prod(module.kernel_size)
+            x = x.narrow(-1 - len(module.kernel_size), 0, channels)
+        else:
+            x = x[..., :inputs]
+        x, best = x.contiguous(), math.inf
+        with torch.inference_mode():
+            for _ in range(1 + _RUNS):
+                start = time.perf_counter()
+                operator(x)
+                best = min(best, time.perf_counter() - start)
+        return best

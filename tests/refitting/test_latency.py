@@ -1,0 +1,79 @@
+"""A budget may count parameters or measured time."""
+
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import crystallite as cx
+from crystallite.refitting import fit
+from crystallite.refitting.calibration import Calibration
+from crystallite.refitting.forms import Shape
+from crystallite.refitting.latency import Latency
+from crystallite.refitting.running import Itinerary
+from crystallite.refitting.session import Session
+from crystallite.reorganization.units import find_units
+from tests.refitting import networks
+
+
+def session_of(model, x):
+    units = {unit.name: unit for unit in find_units(model, ["*"], [])}
+    data = Calibration.read(x)
+    return Session(model, units, data, Itinerary.of(model, list(units), data.fitted[0]), 0.01, 0)
+
+
+def test_smaller_layers_are_timed_as_what_they_would_be():
+    model = nn.Sequential(nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 512)).eval()
+    price = Latency(session_of(model, torch.randn(600, 512)))
+    dense, narrow, thin = price("0", Shape(), 1024, 512), price("0", Shape(), 128, 512), price("0", Shape(8), 1024, 512)
+    assert narrow < 0.7 * dense
+    assert thin < 0.7 * dense
+    assert price("0", Shape(), 1024, 512) == dense  # measured once
+    assert price("2", Shape(), 512, 256) < price("2", Shape(), 512, 1024)
+
+
+@pytest.mark.parametrize("kind", [nn.Conv1d, nn.Conv2d])
+def test_convolutions_are_timed_with_the_channels_that_are_left(kind):
+    places = [9] * (1 if kind is nn.Conv1d else 2)
+    model = nn.Sequential(kind(8, 16, 3), nn.ReLU(), kind(16, 8, 3)).eval()
+    price = Latency(session_of(model, torch.randn(60, 8, *places)))
+    taps = 3 ** len(places)
+    for shape, outputs, inputs in ((Shape(), 8, 4 * taps), (Shape(3), 8, 16 * taps), (Shape(), 8, 16 * taps)):
+        assert price("2", shape, outputs, inputs) > 0
+
+
+def test_a_budget_of_time_is_kept_by_what_comes_out():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(256, 2048), nn.ReLU(), nn.Linear(2048, 256)).eval()
+    x = torch.randn(2600, 256)
+    small = fit(model, budget=0.4, objective="latency", calibration=x.split(650))
+    assert small.reorganization.options["objective"] == "latency"
+    assert "a budget of 40% of the measured time" in cx.summary(small).notes[0]
+
+    def seconds(net):
+        best = float("inf")
+        for _ in range(30):
+            start = time.perf_counter()
+            with torch.inference_mode():
+                net(x[:650])
+            best = min(best, time.perf_counter() - start)
+        return best
+
+    assert any(seconds(small) < 0.8 * seconds(model) for _ in range(5))  # other work on the machine may disturb
+
+
+def test_a_budget_of_parameters_counts_weights_once():
+    """A convolution's few weights are used at every place: multiply-adds would cut there first."""
+    model = nn.Sequential(nn.Conv1d(4, 16, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16 * 30, 32)).eval()
+    small = fit(model, budget=0.5, objective="parameters", calibration=torch.randn(700, 4, 32))
+    before, after = (sum(p.numel() for p in net.parameters() if p.ndim > 1) for net in (model, small))
+    assert after <= 0.5 * before
+
+
+def test_what_is_no_objective_is_refused():
+    model, x = networks.mlp(16, 32, 4), torch.randn(80, 16)
+    with pytest.raises(cx.InvalidOption, match="objective: expected one of macs, parameters, latency, got 'speed'"):
+        fit(model, budget=0.5, objective="speed", calibration=x)
+    with pytest.raises(cx.InvalidOption, match="objective= says what a budget is a share of"):
+        cx.reorganize(model, blocks=2, objective="latency", calibration=x)
