@@ -13,7 +13,7 @@ __all__ = ["front_charts", "monitor_charts", "sweep_charts"]
 Row = dict[str, Any]
 _Box = tuple[float, float, float, float]  # left, top, right, bottom
 _NAMED_POINTS = 16
-_LETTER, _LINE, _LINES = 5.6, 11, 12  # width of a letter of a name, height of a name, and how many heights are tried
+_LETTER, _LINE, _LINES = 6.2, 11, 12  # width of a letter of a name, height of a name, and how many heights are tried
 _FRAME: _Box = (50, 14, WIDTH - 2, 180)  # names stay inside
 _SWEEP = (
     ("metric", "task metric", False),
