@@ -9,7 +9,6 @@ docs/figures/fitted.svg from it.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import re
 import resource
@@ -26,9 +25,10 @@ from torch import nn
 
 from benchmarks import fitted_tasks
 from benchmarks.fitted_tasks import Task
-from benchmarks.timing import RESULTS, show, store
+from benchmarks.timing import show, store, stored
 from crystallite.baselines import METHODS
 from crystallite.baselines.compare import makers
+from crystallite.baselines.onnx_runtime import InOnnxRuntime
 from crystallite.errors import CrystalliteError
 from crystallite.refitting import fit
 from crystallite.refitting.groups import first_samples
@@ -37,15 +37,19 @@ from crystallite.validation.batches import Batch, batches, run
 from crystallite.validation.cost import count_macs
 
 FIGURE = Path(__file__).parent.parent / "docs" / "figures" / "fitted.svg"
-_OURS = "fitted"
+_OURS, _POLISHED = "fitted", "fitted, polished"
 _DENSE = ("ONNX Runtime fp32", "ONNX Runtime int8")  # what runs the dense model, whatever the budget
 
 
 def measured(
     task: Task, seed: int, budgets: list[float], only: str = "", blocks: tuple[int, ...] = (),
-    methods: Sequence[str] = tuple(METHODS),
+    methods: Sequence[str] = tuple(METHODS), polish: int = 0,
 ) -> list[dict]:  # fmt: skip
-    """A row for each method and budget. only: a regular expression; layers of other names stay as they are."""
+    """A row for each method and budget.
+
+    only: a regular expression; layers of other names stay as they are. polish: steps of training towards the dense
+    model's outputs, without labels, for further rows.
+    """
     names = [
         unit.name
         for unit in find_units(task.model, ["*"], [])
@@ -71,9 +75,15 @@ def measured(
         told[method, budget] = {**task.judge(made[method, budget]), **cost}
         show(task.name, [{"seed": seed, "method": method, "budget": budget, **told[method, budget]}])
 
+    def quantised(budget: float) -> nn.Module:
+        return InOnnxRuntime(made[_POLISHED, budget], timed[0], int8=True)
+
     for budget in budgets:
         fitted = partial(fit, task.model, calibration=task.calibration, targets=names, seed=seed)
         add(_OURS, budget, partial(fitted, budget=budget))
+        if polish:
+            add(_POLISHED, budget, partial(fitted, budget=budget, polish_steps=polish))
+            add(f"{_POLISHED} + ONNX Runtime int8", budget, partial(quantised, budget))
         if round(1 / budget) in blocks:
             add("fitted blocks", budget, partial(fitted, blocks=round(1 / budget)))
         if (_OURS, budget) not in made:
@@ -186,13 +196,16 @@ def draw(rows: list[dict], path: Path) -> None:
 
 
 def minilm(options: argparse.Namespace, seed: int) -> list[dict]:
-    return measured(fitted_tasks.retrieval(options.wordnet, seed), seed, options.budgets or [0.5, 0.25])
+    task = fitted_tasks.retrieval(options.wordnet, seed)
+    return measured(task, seed, options.budgets or [0.5, 0.25], methods=options.methods, polish=options.polish)
 
 
 def feed_forward(options: argparse.Namespace, seed: int) -> list[dict]:
     """MiniLM, but only the feed-forward pairs are made smaller."""
     task = fitted_tasks.retrieval(options.wordnet, seed)
-    return measured(task, seed, options.budgets or [0.5], r"layer\.\d+\.(intermediate|output)\.dense")
+    return measured(
+        task, seed, options.budgets or [0.5], r"layer\.\d+\.(intermediate|output)\.dense", methods=options.methods
+    )
 
 
 def mnist(options: argparse.Namespace, seed: int) -> list[dict]:
@@ -230,6 +243,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=None, help="all for which there is data")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--budgets", type=float, nargs="+", default=None)
+    parser.add_argument(
+        "--methods", nargs="*", choices=METHODS, default=list(METHODS), help="for MiniLM (default: all)"
+    )
+    parser.add_argument("--polish", type=int, default=0, metavar="STEPS", help="for MiniLM, of label-free training")
     parser.add_argument("--mnist", help="mnist.npz: Xtr, ytr, Xte, yte")
     parser.add_argument("--wordnet", default=fitted_tasks.WORDNET, help="folder of data.noun … (Debian: wordnet-base)")
     options = parser.parse_args(arguments)
@@ -238,19 +255,13 @@ def main(arguments: list[str] | None = None) -> None:
         for seed in range(options.seeds):
             new += TASKS[name](options, seed)
             again = {_key(row) for row in new}
-            store("fitted", [row for row in stored() if _key(row) not in again] + new)
+            store("fitted", [row for row in stored("fitted") if _key(row) not in again] + new)
         show("mean over seeds", summarised(new))
-    draw(stored(), FIGURE)
+    draw(stored("fitted"), FIGURE)
 
 
 def _key(row: dict) -> tuple[Any, ...]:
     return tuple(row[name] for name in ("task", "seed", "method", "budget"))
-
-
-def stored() -> list[dict]:
-    """Rows of earlier runs."""
-    path = RESULTS / "fitted.json"
-    return json.loads(path.read_text())["rows"] if path.exists() else []
 
 
 if __name__ == "__main__":

@@ -84,6 +84,12 @@ def store(part: str, rows: list[dict]) -> None:
     (RESULTS / f"{part}.json").write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
 
 
+def stored(part: str) -> list[dict]:
+    """Rows of earlier runs."""
+    path = RESULTS / f"{part}.json"
+    return json.loads(path.read_text())["rows"] if path.exists() else []
+
+
 def show(title: str, rows: list[dict]) -> None:
     """Print rows as a table."""
     if not rows:
