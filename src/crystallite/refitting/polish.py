@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -26,10 +26,11 @@ from crystallite.validation.outputs import tensors
 __all__ = ["Polish", "polish_"]
 
 _BATCH = 32  # samples of a step
-_RATE = 1e-3  # at the top of the schedule
+_RATE = 1e-3  # at the top of the schedule, where weights read up to 40 inputs; lower in proportion to more
+_INPUTS = 40
 _WARM_UP = 0.1  # share of the steps
 _LOOKS = 10  # how often the held-out error is looked at
-_PATIENCE = 5  # looks without a better one after which training ends
+_PATIENCE = 7  # looks without a better one after which training ends: a high rate does harm before it helps
 _SECONDS = 30.0  # between two checkpoints
 
 
@@ -60,13 +61,14 @@ def polish_(
     """Train a fitted model in place towards what the dense one returns, and leave it in its best state.
 
     layers: names of the fitted layers; their parameters are trained, and all vectors of the model (biases, norms).
-    Adam, whose rate rises and falls again as a cosine; both models run in evaluation mode. The best state is the one
-    with the least error on the held-out batches, that before training included, so the error never grows; training
-    ends early where it has not fallen for a while. Samples of a step depend on the seed and its number only: a run that
-    was interrupted goes on from its checkpoint to the result it would have had.
+    Adam, whose rate rises and falls again as a cosine and is lower where weights read many inputs; both models run in
+    evaluation mode. The best state is the one with the least error on the held-out batches, that before training
+    included, so the error never grows; training ends early where it has not fallen for a while. Samples of a step
+    depend on the seed and its number only: a run that was interrupted goes on from its checkpoint to the result it
+    would have had.
     """
     with evaluating(model), _trained(model, layers) as parameters:
-        work = _Run(model, dense, parameters, data)
+        work, rate = _Run(model, dense, parameters, data), _rate(parameters)
         saved = None if checkpoints is None else checkpoints.latest()
         if saved is not None:
             work.load(saved)
@@ -76,7 +78,7 @@ def polish_(
         for step in tqdm(range(work.step, steps), "polishing", initial=work.step, total=steps, disable=not progress):
             if work.idle >= _PATIENCE:
                 break
-            work.take_step(_RATE * _schedule((step + 0.5) / steps), seed)
+            work.take_step(rate * _schedule((step + 0.5) / steps), seed)
             looked = work.step % every == 0 or work.step == steps
             if looked:
                 work.look()
@@ -180,6 +182,21 @@ class _Run:
             for place, (name, parameter) in enumerate(self.parameters.items()):
                 parameter.copy_(state.tensors[f"model.{name}"])
                 self.best[place].copy_(state.tensors[f"best.{name}"])
+
+
+def _rate(parameters: Mapping[str, Tensor]) -> float:
+    """At the top of the schedule: a step of each of n weights moves what they sum up to n times.
+
+    >>> _rate({"0.weight": torch.ones(4, 10), "0.bias": torch.ones(4)}), _rate({"0.weight": torch.ones(4, 20, 5, 5)})
+    (0.001, 8e-05)
+    >>> _rate({"0.weights.0": torch.ones(2, 4, 10)})  # blocks of the same size, each (outputs, inputs)
+    0.001
+    """
+    matrices = {name: p for name, p in parameters.items() if p.ndim > 1}
+    inputs = {n: p.shape[-1] if "weights" in n.split(".") else p[0].numel() for n, p in matrices.items()}
+    weights = sum(p.numel() for p in matrices.values())
+    mean = sum(p.numel() * inputs[name] for name, p in matrices.items()) / max(weights, 1)
+    return _RATE * min(1.0, _INPUTS / max(mean, 1.0))
 
 
 def _window(batch: Batch, start: int) -> Batch:
