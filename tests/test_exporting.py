@@ -143,3 +143,17 @@ def test_the_command_exports_what_was_saved(fitted, tmp_path, capsys, monkeypatc
     assert main(["export", "small", "c.onnx", "--data", "wrong.safetensors"]) == 2
     assert capsys.readouterr().err.count("\n") == 1
     assert not os.path.exists("c.onnx")
+
+
+@pytest.mark.parametrize("options", [{"blocks": 2}, {"blocks": 3}])
+def test_blocks_are_quantised_too(options, tmp_path):
+    model = nn.Sequential(nn.Linear(33, 64), nn.Tanh(), nn.LayerNorm(64), nn.Linear(64, 9)).eval()
+    small = cx.reorganize(model, calibration=samples(width=33), **options)
+    assert {type(layer) for layer in small} & {cx.BlockLinear}
+    done = export(small, tmp_path / "blocks.onnx", samples(count=9, width=33), int8=True)
+    assert 0 < done.deviation < 0.1
+    import onnx
+
+    kinds = [node.op_type for node in onnx.load(done.path).graph.node]
+    assert kinds.count("MatMulInteger") == 2 * options["blocks"]
+    assert not {"MatMul", "Gemm"} & set(kinds)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import inspect
 import json
 import logging
@@ -20,8 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from crystallite.artifact import load
+from crystallite.description import put_
 from crystallite.errors import CrystalliteError, InvalidOption
 from crystallite.opening import open_model, open_pretrained
+from crystallite.operators.coupling import BorderedLinear, CoupledLinear
+from crystallite.operators.linear import BlockLinear
 from crystallite.validation.batches import ROUNDING, Batch, batches, run
 from crystallite.validation.command import read_data
 from crystallite.validation.outputs import tensors
@@ -83,7 +87,7 @@ def export(
     try:
         with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as made:
             file = Path(made) / "model.onnx"
-            _write(model, file, _at_least_two(checked[0]))
+            _write(_with_plain_layers(model) if int8 else model, file, _at_least_two(checked[0]))
             if int8:
                 file = _quantised(file)
             found = _compared(library, file, model, checked)
@@ -125,6 +129,43 @@ def _write(model: nn.Module, file: Path, batch: Batch) -> None:
         except Exception as error:  # whatever is raised by tracing code of the user's
             reason = str(error).strip().partition("\n")[0]
             raise InvalidOption(f"{type(model).__name__} cannot be written as ONNX: {reason:.300}") from error
+
+
+class _Plain(nn.Module):
+    """A `BlockLinear` with an `nn.Linear` for each block, whose weights ONNX Runtime can quantise."""
+
+    def __init__(self, blocks: BlockLinear) -> None:
+        super().__init__()
+        parts = []
+        for weight in (weight for stack in blocks.weights for weight in stack.detach()):
+            parts.append(nn.Linear(weight.shape[1], weight.shape[0], False, dtype=weight.dtype))
+            parts[-1].weight = nn.Parameter(weight.clone())
+        self.parts, self.bias, self.reads = nn.ModuleList(parts), blocks.bias, blocks.reads
+        self.sizes = [part.in_features for part in parts]
+        rows = blocks.out_features if blocks.outputs is None else min(blocks.writes + 1, blocks.out_features)
+        self.idle = rows - sum(part.out_features for part in parts)  # dormant rows, or one that stands for all of them
+        self.columns: Tensor | None
+        self.outputs: Tensor | None
+        self.register_buffer("columns", blocks.columns)
+        self.register_buffer("outputs", blocks.outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        read = x[..., : self.reads] if self.columns is None else x.index_select(-1, self.columns)
+        y = torch.cat([part(piece) for part, piece in zip(self.parts, read.split(self.sizes, -1), strict=True)], -1)
+        y = nn.functional.pad(y, (0, self.idle)) if self.idle else y
+        y = y if self.outputs is None else y.index_select(-1, self.outputs)
+        return y if self.bias is None else y + self.bias
+
+
+def _with_plain_layers(model: nn.Module) -> nn.Module:
+    """A copy of the model in which layers of blocks are made of plain layers, if they are not part of an operator."""
+    model = copy.deepcopy(model)
+    for name, module in list(model.named_modules()):
+        around = model.get_submodule(name.rpartition(".")[0]) if name else None
+        whole = not isinstance(around, (CoupledLinear, BorderedLinear))
+        if type(module) is BlockLinear and len(module.weights) and whole:
+            model = put_(model, name, _Plain(module))
+    return model
 
 
 def _free(value: Any) -> Any:
