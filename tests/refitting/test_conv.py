@@ -7,9 +7,9 @@ from torch.nn import functional as F
 
 import crystallite as cx
 from crystallite.refitting import fit
-from crystallite.refitting.channels import eliminate_groups
 from crystallite.refitting.groups import hidden_neurons
 from crystallite.refitting.places import matrix_of, positions, read_rows, written_rows
+from crystallite.refitting.pruning import eliminate
 from crystallite.refitting.regression import Moments, Regression
 from crystallite.validation.batches import Batch
 from tests.operators.tolerance import assert_close
@@ -140,7 +140,7 @@ def test_groups_of_inputs_go_together_and_the_best_ones_stay():
     moments = Moments("a")
     moments.add(x, x @ own.T)
     regression = Regression.solve(moments, moments, own, True, 1e-6)
-    for size, (kept, weight) in eliminate_groups(regression, 3, [3, 1]).items():
+    for size, (kept, weight) in eliminate(regression, [3, 1], 3).items():
         assert len(kept) == 3 * size
         assert (kept.view(-1, 3) % 3 == torch.arange(3)).all()
         assert torch.equal(weight.abs().sum(0).nonzero()[:, 0], kept)
@@ -148,7 +148,7 @@ def test_groups_of_inputs_go_together_and_the_best_ones_stay():
         expected = torch.linalg.lstsq(centred[:, kept].double(), (centred @ own.T).double()).solution.T
         torch.testing.assert_close(weight[:, kept], expected, rtol=1e-3, atol=1e-3)
     alone = {one: _error_of(regression, [one]) for one in range(4)}
-    assert int(eliminate_groups(regression, 3, [1])[1][0][0]) // 3 in sorted(alone, key=alone.get)[:2]
+    assert int(eliminate(regression, [1], 3)[1][0][0]) // 3 in sorted(alone, key=alone.get)[:2]
 
 
 def _error_of(regression, groups):

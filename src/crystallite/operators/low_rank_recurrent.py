@@ -9,22 +9,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from crystallite.errors import InvalidOption
 from crystallite.operators import recurrent_kernels as kernels
 from crystallite.operators.engine import can_run_compiled
-from crystallite.operators.recurrent import BlockRecurrent
-from crystallite.operators.recurrent_layer import GATES, Steps
+from crystallite.operators.recurrent_layer import GATES, Steps, run_native
+from crystallite.operators.recurrent_stack import RecurrentStack
 from crystallite.parallel import compiled
 
 __all__ = ["LowRankRecurrent", "LowRankRecurrentLayer"]
 
-_SETTINGS = ("mode", "input_size", "hidden_size", "num_layers", "bias", "batch_first", "dropout", "bidirectional")
 _lstm, _gru, _rnn = kernels._lstm, kernels._gru, kernels._rnn
 
 
-class LowRankRecurrent(BlockRecurrent):
+class LowRankRecurrent(RecurrentStack):
     """A recurrent network with smaller products: the drop-in for `nn.RNN`, `nn.GRU` and `nn.LSTM`.
 
     Each layer and direction multiplies its inputs, and its states, by one matrix for all gates: an `nn.Linear`, or two
@@ -61,25 +59,15 @@ class LowRankRecurrent(BlockRecurrent):
 
         layer: what each of them is made of, by default a `LowRankRecurrentLayer`.
         """
-        nn.Module.__init__(self)
-        if mode not in GATES:
-            raise InvalidOption(f"mode must be one of {', '.join(GATES)}, got {mode!r}")
-        self.mode, self.input_size, self.hidden_size = mode, input_size, hidden_size
-        self.num_layers, self.bias, self.batch_first = num_layers, bias, batch_first
-        self.dropout, self.bidirectional, self.proj_size = dropout, bidirectional, 0
-        directions = 1 + bidirectional
-        if len(ranks) != num_layers * directions:
-            raise InvalidOption(f"ranks: expected {num_layers * directions} pairs, got {len(ranks)}")
-        sizes = [input_size] * directions + [directions * hidden_size] * directions * (num_layers - 1)
+        super().__init__(mode, input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional)
+        sizes = self._input_sizes("ranks", ranks)
         make = LowRankRecurrentLayer if layer is None else layer
         self.layers = nn.ModuleList(
             make(mode, size, hidden_size, *pair, bias, device, dtype) for size, pair in zip(sizes, ranks, strict=True)
         )
 
     @classmethod
-    def from_dense(  # type: ignore[override]
-        cls, module: nn.RNNBase, layer: type[LowRankRecurrentLayer] | None = None
-    ) -> LowRankRecurrent:
+    def from_dense(cls, module: nn.RNNBase, layer: type[LowRankRecurrentLayer] | None = None) -> LowRankRecurrent:
         """The same network with full matrices, whose `input` and `recurrent` layers can then be replaced.
 
         layer: as for the constructor.
@@ -92,7 +80,7 @@ class LowRankRecurrent(BlockRecurrent):
             module.batch_first, module.dropout, module.bidirectional, weight.device, weight.dtype, layer,
         )  # fmt: skip
         stored = iter(module.parameters())  # of each layer and direction: ih, hh, and their biases
-        for part in result._parts():
+        for part in result.parts():
             weights = [next(stored), next(stored)]
             biases = [next(stored), next(stored)] if module.bias else [None, None]
             for linear, own, bias in zip((part.input, part.recurrent), weights, biases, strict=True):
@@ -105,52 +93,29 @@ class LowRankRecurrent(BlockRecurrent):
 
     def describe(self) -> dict[str, Any]:
         """Sizes, settings and ranks, without weights."""
-        return {name: getattr(self, name) for name in _SETTINGS} | {"ranks": [list(p.ranks) for p in self._parts()]}
+        return self.settings() | {"ranks": [list(part.ranks) for part in self.parts()]}
 
     @classmethod
     def from_description(cls, description: dict[str, Any]) -> LowRankRecurrent:
         """A network of these sizes, not filled."""
         ranks = [(int(inputs), int(states)) for inputs, states in description["ranks"]]
-        return cls(ranks=ranks, **{name: description[name] for name in _SETTINGS})
+        return cls(**description | {"ranks": ranks})
 
-    def _parts(self) -> list[LowRankRecurrentLayer]:
+    def parts(self) -> list[LowRankRecurrentLayer]:
+        """Each layer and direction."""
         return [part for part in self.layers if isinstance(part, LowRankRecurrentLayer)]
-
-    _layers = _parts  # type: ignore[assignment]  # of the base class, for `dense_weights`
-
-    @property
-    def n_blocks(self) -> int:
-        """One for each layer and direction: states are not taken apart."""
-        return len(self.layers)
 
     @property
     def macs(self) -> int:
         """Multiply-accumulates for one time step of one sequence."""
         return sum(p.numel() for p in self.parameters() if p.ndim > 1)
 
-    @property
-    def dense_macs(self) -> int:
-        """The same for the dense module."""
-        return sum(part.gates * self.hidden_size * (self.hidden_size + part.inputs) for part in self._parts())
-
     def __repr__(self) -> str:
-        options = [f"num_layers={self.num_layers}"] * (self.num_layers > 1) + ["bidirectional"] * self.bidirectional
-        ranks = "; ".join(" and ".join(str(rank or "full") for rank in part.ranks) for part in self._parts())
+        ranks = "; ".join(" and ".join(str(rank or "full") for rank in part.ranks) for part in self.parts())
         return (
-            f"{type(self).__name__}({self.mode}({', '.join([str(self.input_size), str(self.hidden_size), *options])}), "
-            f"ranks {ranks}, {self.macs} of {self.dense_macs} multiply-adds)"
+            f"{type(self).__name__}({self._dense_repr()}, ranks {ranks}, "
+            f"{self.macs} of {self.dense_macs} multiply-adds)"
         )
-
-    def _run(self, data: Tensor, steps: Steps, states: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        directions, final, output = 1 + self.bidirectional, [], data
-        for i, layer in enumerate(self.layers):
-            direction, mine = i % directions, tuple(state[i] for state in states)
-            if direction == 0 and i:
-                data = F.dropout(output, self.dropout, self.training)
-            part, last = layer(data, steps, mine, direction == 1)
-            output = part if direction == 0 else torch.cat([output, part], 1)
-            final.append(last)
-        return output, [torch.stack(kind) for kind in zip(*final, strict=True)]
 
 
 class LowRankRecurrentLayer(nn.Module):
@@ -194,22 +159,11 @@ class LowRankRecurrentLayer(nn.Module):
         self, data: Tensor, steps: Steps, states: tuple[Tensor, ...], backward: bool
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """In PyTorch's kernels, with the product of the factors for the states."""
-        if backward:
-            rows = steps.reversed_rows(data.device)
-            data = data.index_select(0, rows)
         if isinstance(self.input, nn.Sequential):
             data = self.input[0](data)
         weights = [_factors(self.input)[-1], _whole(self.recurrent), *self._biases()]
-        initial = [state[None] for state in states]
-        call, initially = getattr(torch, self.mode.lower()), initial if self.mode == "LSTM" else initial[0]
-        tail = (len(weights) > 2, 1, 0.0, self.training, False)
-        if steps.packed:
-            output, *final = call(data, torch.from_numpy(steps.counts), initially, weights, *tail)
-        else:
-            sequence = data.view(len(steps.counts), steps.batch, data.shape[1])
-            output, *final = call(sequence, initially, weights, *tail, False)
-            output = output.flatten(0, 1)
-        return output.index_select(0, rows) if backward else output, tuple(state[0] for state in final)
+        output, *final = run_native(self.mode, data, steps, states, weights, backward, self.training)
+        return output, tuple(final)
 
     @torch.no_grad()
     def run_steps(

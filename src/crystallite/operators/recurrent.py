@@ -5,28 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils.rnn import PackedSequence
 
 from crystallite.errors import InvalidMatrix, InvalidOption
 from crystallite.operators.engine import can_run_compiled
 from crystallite.operators.frobenius import FrobeniusForm, Maps, frobenius_form
 from crystallite.operators.recurrent_layer import GATES, BlockRecurrentLayer, Steps
+from crystallite.operators.recurrent_stack import RecurrentStack, suffixes
 
 __all__ = ["BlockRecurrent"]
 
-States = Tensor | tuple[Tensor, Tensor]  # h, or h and c
-
-_CLASSES = {"RNN_TANH": nn.RNN, "RNN_RELU": nn.RNN, "GRU": nn.GRU, "LSTM": nn.LSTM}
 # measured by benchmarks/recurrent.py
 _MACS_PER_CALL = 5_000  # per time step: what a call of compiled code costs, spread over 128 steps
 _EFFICIENCY = {"RNN_TANH": 1.0, "RNN_RELU": 1.0, "GRU": 1.0, "LSTM": 0.85}  # multiply-adds per second, dense = 1
 
 
-class BlockRecurrent(nn.Module):
+class BlockRecurrent(RecurrentStack):
     """A recurrent network as strongly connected blocks: the drop-in for `nn.RNN`, `nn.GRU` and `nn.LSTM`.
 
     One node per hidden unit; an edge where any gate keeps it. In the Frobenius form of that graph (paper, eq.
@@ -62,21 +58,13 @@ class BlockRecurrent(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         """`forms`: one for each layer and direction, forward before backward. Weights are zero: see `from_dense`."""
-        super().__init__()
-        if mode not in GATES:
-            raise InvalidOption(f"mode must be one of {', '.join(GATES)}, got {mode!r}")
-        self.mode, self.input_size, self.hidden_size = mode, input_size, hidden_size
-        self.num_layers, self.bias, self.batch_first = num_layers, bias, batch_first
-        self.dropout, self.bidirectional, self.proj_size = dropout, bidirectional, 0
-        directions = 1 + bidirectional
-        if len(forms) != num_layers * directions:
-            raise InvalidOption(f"forms: expected {num_layers * directions}, got {len(forms)}")
+        super().__init__(mode, input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional)
+        sizes = self._input_sizes("forms", forms)
         for form in forms:
             if (form.gates, form.hidden) != (GATES[mode], hidden_size):
                 raise InvalidOption(
                     f"forms: expected {GATES[mode]} gates and {hidden_size} units, got {form.gates} and {form.hidden}"
                 )
-        sizes = [input_size] * directions + [directions * hidden_size] * directions * (num_layers - 1)
         self.layers = nn.ModuleList(
             BlockRecurrentLayer(mode, size, form, bias, device, dtype) for size, form in zip(sizes, forms, strict=True)
         )
@@ -95,11 +83,11 @@ class BlockRecurrent(nn.Module):
             raise InvalidOption(f"expected an nn.RNN, nn.GRU or nn.LSTM, got {type(module).__name__}")
         if module.proj_size:
             raise InvalidOption(f"proj_size must be 0, got {module.proj_size}: a projected state mixes all blocks")
-        suffixes = _suffixes(module.num_layers, module.bidirectional)
-        kept = _kept(module, {**(masks or {})}, [f"weight_{k}_l{s}" for s in suffixes for k in ("ih", "hh")])
+        ends = suffixes(module.num_layers, module.bidirectional)
+        kept = _kept(module, {**(masks or {})}, [f"weight_{k}_l{s}" for s in ends for k in ("ih", "hh")])
         gates = GATES[module.mode]
         found = []
-        for s in suffixes:
+        for s in ends:
             edges, reads = (
                 kept[f"weight_{k}_l{s}"].view(gates, module.hidden_size, -1).any(0).cpu().numpy() for k in ("hh", "ih")
             )
@@ -109,7 +97,7 @@ class BlockRecurrent(nn.Module):
             module.mode, module.input_size, module.hidden_size, [form for form, _ in found], module.num_layers,
             module.bias, module.batch_first, module.dropout, module.bidirectional, weight.device, weight.dtype,
         )  # fmt: skip
-        for s, layer, (_, maps) in zip(suffixes, result._layers(), found, strict=True):
+        for s, layer, (_, maps) in zip(ends, result._layers(), found, strict=True):
             result._load(layer, maps, module, kept, s)
         result.requires_grad_(any(p.requires_grad for p in module.parameters()))
         return result.train(module.training)
@@ -123,8 +111,7 @@ class BlockRecurrent(nn.Module):
 
     def describe(self) -> dict[str, Any]:
         """Sizes, settings and forms, without weights and tables."""
-        names = ("mode", "input_size", "hidden_size", "num_layers", "bias", "batch_first", "dropout", "bidirectional")
-        return {name: getattr(self, name) for name in names} | {"forms": [f.form.describe() for f in self._layers()]}
+        return self.settings() | {"forms": [layer.form.describe() for layer in self._layers()]}
 
     @classmethod
     def from_description(cls, description: dict[str, Any]) -> BlockRecurrent:
@@ -159,129 +146,31 @@ class BlockRecurrent(nn.Module):
         return sum(layer.form.macs for layer in self._layers())
 
     @property
-    def dense_macs(self) -> int:
-        """The same for the dense module."""
-        return sum(layer.form.gates * self.hidden_size * (self.hidden_size + layer.inputs) for layer in self._layers())
-
-    @property
     def pays(self) -> bool:
         """Whether sequences of a hundred steps are expected to run faster than in the dense module."""
         calls = sum(len(layer.form.stacks) + len(layer.form.hearing) for layer in self._layers())
         return self.macs + _MACS_PER_CALL * calls < _EFFICIENCY[self.mode] * self.dense_macs
 
-    def dense_weights(self) -> dict[str, Tensor]:
-        """The masked weights and biases by the names of the dense module; gradients flow back to the blocks."""
-        named: dict[str, Tensor] = {}
-        for s, layer in zip(_suffixes(self.num_layers, self.bidirectional), self._layers(), strict=True):
-            names = [f"{kind}_l{s}" for kind in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")]
-            named.update(zip(names, layer.dense_weights(), strict=False))  # without biases there are two
-        return named
-
-    def to_dense(self) -> nn.RNNBase:
-        """The dense module with zeros between the blocks, bit for bit what they were cut from."""
-        weights = self.dense_weights()
-        kind = weights["weight_hh_l0"]
-        options = {"nonlinearity": self.mode[4:].lower()} if self.mode.startswith("RNN") else {}
-        dense = _CLASSES[self.mode](
-            self.input_size, self.hidden_size, self.num_layers, bias=self.bias, batch_first=self.batch_first,
-            dropout=self.dropout, bidirectional=self.bidirectional, device="meta", dtype=kind.dtype, **options,
-        ).to_empty(device=kind.device)  # fmt: skip
-        dense.load_state_dict({name: value.detach() for name, value in weights.items()})
-        dense.requires_grad_(any(p.requires_grad for p in self.parameters()))
-        return dense.train(self.training)
-
-    def flatten_parameters(self) -> None:
-        """Nothing to do; dense modules have this method."""
-
     def __repr__(self) -> str:  # the blocks are tensors, not modules: one line says it all
         blocks = [block for layer in self._layers() for block in layer.form.blocks]
-        options = [f"num_layers={self.num_layers}"] * (self.num_layers > 1) + ["bidirectional"] * self.bidirectional
         return (
-            f"{type(self).__name__}({self.mode}({', '.join([str(self.input_size), str(self.hidden_size), *options])}), "
-            f"{self.n_sccs} SCC{'s' * (self.n_sccs != 1)} in {len(blocks)} block{'s' * (len(blocks) != 1)} of up to "
-            f"{max(b.size for b in blocks)} units, depth {max(b.depth for b in blocks) + 1}, "
-            f"{self.macs} of {self.dense_macs} multiply-adds)"
+            f"{type(self).__name__}({self._dense_repr()}, {self.n_sccs} SCC{'s' * (self.n_sccs != 1)} in {len(blocks)} "
+            f"block{'s' * (len(blocks) != 1)} of up to {max(b.size for b in blocks)} units, "
+            f"depth {max(b.depth for b in blocks) + 1}, {self.macs} of {self.dense_macs} multiply-adds)"
         )
 
-    # what it does
-
-    def forward(
-        self, input: Tensor | PackedSequence, hx: States | None = None
-    ) -> tuple[Tensor | PackedSequence, States]:
-        """(output, final states) as `nn.RNN`, `nn.GRU` or `nn.LSTM` return them."""
-        if isinstance(input, PackedSequence):
-            data, steps = input.data, Steps(input.batch_sizes.numpy(), True)
-            self._check_input(data, 2)
-            states = self._initial(hx, data, steps.batch, 3)
-            if input.sorted_indices is not None:
-                states = [state.index_select(1, input.sorted_indices) for state in states]
-            output, final = self._run(data, steps, states)
-            if input.unsorted_indices is not None:
-                final = [state.index_select(1, input.unsorted_indices) for state in final]
-            return input._replace(data=output), self._as_hx(final)
-        batched = input.dim() == 3
-        self._check_input(input, 3 if batched else 2)
-        sequence = input if batched else input.unsqueeze(1)
-        if batched and self.batch_first:
-            sequence = sequence.transpose(0, 1)
-        length, batch, _ = sequence.shape
-        if not length:
-            raise InvalidMatrix("input: expected at least one time step, got none")
-        steps = Steps(np.full(length, batch, np.int64), False)
-        states = self._initial(hx, input, batch, input.dim())
-        flat, final = self._run(sequence.reshape(length * batch, self.input_size), steps, states)
-        output = flat.view(length, batch, flat.shape[1])
-        if not batched:
-            return output.squeeze(1), self._as_hx([state.squeeze(1) for state in final])
-        return output.transpose(0, 1) if self.batch_first else output, self._as_hx(final)
-
-    def _check_input(self, data: Tensor, dimensions: int) -> None:
-        if data.dim() != dimensions or data.shape[-1] != self.input_size:
-            raise InvalidMatrix(
-                f"input: expected 2 or 3 dimensions, the last of {self.input_size}, got shape {tuple(data.shape)}"
-            )
-        dtype = next(self.parameters()).dtype
-        if data.dtype != dtype and not torch.is_autocast_enabled(data.device.type):
-            raise InvalidMatrix(f"input: expected dtype {dtype}, as the weights have, got {data.dtype}")
-
-    def _initial(self, hx: States | None, like: Tensor, batch: int, dimensions: int) -> list[Tensor]:
-        """h_0, and c_0 for the LSTM: (layers·directions, batch, hidden) each."""
-        count, shape = 1 + (self.mode == "LSTM"), (len(self.layers), batch, self.hidden_size)
-        if hx is None:
-            return [like.new_zeros(shape) for _ in range(count)]
-        given = [hx] if isinstance(hx, Tensor) else list(hx)
-        expected = shape if dimensions == 3 else (shape[0], shape[2])
-        if len(given) != count or any(tuple(state.shape) != expected for state in given):
-            got = ", ".join(str(tuple(state.shape)) for state in given)
-            raise InvalidMatrix(f"hx: expected {count} state{'s' * (count > 1)} of shape {expected}, got {got}")
-        return [state.reshape(shape) for state in given]
-
-    def _as_hx(self, states: list[Tensor]) -> States:
-        return (states[0], states[1]) if self.mode == "LSTM" else states[0]
-
     def _run(self, data: Tensor, steps: Steps, states: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        """Output (rows, directions·hidden) of the last layer and the final states of all."""
         kind = next(self.parameters()).dtype
-        compiled = all(state.dtype == kind and can_run_compiled(state, self) for state in (data, *states))
+        if not all(state.dtype == kind and can_run_compiled(state, self) for state in (data, *states)):
+            return super()._run(data, steps, states)
         directions, final, output = 1 + self.bidirectional, [], data
         for i, layer in enumerate(self._layers()):
             direction, mine = i % directions, tuple(state[i] for state in states)
-            if direction == 0 and i:
-                data = F.dropout(output, self.dropout, self.training)
-            if compiled:
-                if direction == 0:
-                    output = data.new_empty(len(data), directions * self.hidden_size)
-                final.append(layer.run(data, steps, mine, direction == 1, output, direction * self.hidden_size))
-            else:
-                part, last = layer.run_native(data, steps, mine, direction == 1)
-                output = part if direction == 0 else torch.cat([output, part], 1)
-                final.append(last)
+            if direction == 0:
+                data = F.dropout(output, self.dropout, self.training) if i else data
+                output = data.new_empty(len(data), directions * self.hidden_size)
+            final.append(layer.run(data, steps, mine, direction == 1, output, direction * self.hidden_size))
         return output, [torch.stack(kind) for kind in zip(*final, strict=True)]
-
-
-def _suffixes(layers: int, bidirectional: bool) -> list[str]:
-    """What follows "weight_hh_l" in the names of the dense module, in the order of its layers and directions."""
-    return [f"{layer}{side}" for layer in range(layers) for side in ("", "_reverse")[: 1 + bidirectional]]
 
 
 def _kept(module: nn.RNNBase, masks: dict[str, Tensor], names: list[str]) -> dict[str, Tensor]:

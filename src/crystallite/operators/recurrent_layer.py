@@ -1,7 +1,7 @@
 """One recurrent layer in one direction as its Frobenius blocks: what it holds, and the two ways to run it.
 
 `run` goes block by block through the whole sequence in compiled code: the fast way, without gradients, on the CPU.
-`run_native` puts each independent part together as an ordinary recurrent layer and calls PyTorch's own: any device and
+`forward` puts each independent part together as an ordinary recurrent layer and calls PyTorch's own: any device and
 dtype, with gradients.
 """
 
@@ -23,7 +23,7 @@ from crystallite.operators.frobenius import Block, FrobeniusForm, Maps
 from crystallite.operators.instructions import PANEL
 from crystallite.parallel import over_tasks
 
-__all__ = ["GATES", "BlockRecurrentLayer", "Steps"]
+__all__ = ["GATES", "BlockRecurrentLayer", "Steps", "run_native"]
 
 GATES = {"RNN_TANH": 1, "RNN_RELU": 1, "GRU": 3, "LSTM": 4}
 _KINDS = {mode: getattr(kernels, mode) for mode in GATES}
@@ -61,6 +61,29 @@ class Steps(NamedTuple):
         sequence = np.arange(len(time)) - starts[time]
         lengths = (self.counts[:, None] > np.arange(self.batch)).sum(0)
         return torch.from_numpy(starts[lengths[sequence] - 1 - time] + sequence).to(device)
+
+
+def run_native(
+    mode: str, data: Tensor, steps: Steps, states: tuple[Tensor, ...], weights: list[Tensor], backward: bool,
+    training: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Output (rows, hidden) and final states (batch, hidden) of one layer in one direction, by PyTorch's kernels.
+
+    weights: for inputs and for states, and the biases if there are some.
+    """
+    if backward:
+        rows = steps.reversed_rows(data.device)
+        data = data.index_select(0, rows)
+    initial = [state[None] for state in states]
+    call, initially = _NATIVE[mode], initial if mode == "LSTM" else initial[0]
+    tail = (len(weights) > 2, 1, 0.0, training, False)
+    if steps.packed:
+        output, *final = call(data, torch.from_numpy(steps.counts), initially, weights, *tail)
+    else:
+        sequence = data.view(len(steps.counts), steps.batch, data.shape[1])
+        output, *final = call(sequence, initially, weights, *tail, False)
+        output = output.flatten(0, 1)
+    return output.index_select(0, rows) if backward else output, *(state[0] for state in final)
 
 
 class BlockRecurrentLayer(nn.Module):
@@ -208,20 +231,17 @@ class BlockRecurrentLayer(nn.Module):
 
     # PyTorch's kernels
 
-    def run_native(
+    def forward(
         self, data: Tensor, steps: Steps, states: tuple[Tensor, ...], backward: bool
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Output (rows, hidden) and final states (batch, hidden) from data (rows, inputs) and initial states."""
-        if backward:
-            rows = steps.reversed_rows(data.device)
-            data = data.index_select(0, rows)
-        parts = [self._run_part(data, steps, states, *part) for part in self.form.bins(_NATIVE_UNITS)]
+        parts = [self._run_part(data, steps, states, backward, *part) for part in self.form.bins(_NATIVE_UNITS)]
         position = torch.argsort(self.order)
         output, *final = (torch.cat(pieces, -1).index_select(-1, position) for pieces in zip(*parts, strict=True))
-        return output.index_select(0, rows) if backward else output, tuple(final)
+        return output, tuple(final)
 
     def _run_part(
-        self, data: Tensor, steps: Steps, states: tuple[Tensor, ...], reads: int, first: int, stop: int
+        self, data: Tensor, steps: Steps, states: tuple[Tensor, ...], backward: bool, reads: int, first: int, stop: int
     ) -> tuple[Tensor, ...]:
         """Output and final states of the units at positions first…stop−1, which hear no others."""
         gates, units, columns = self.form.gates, self.order[first:stop], self._gate_columns()[:, first:stop].flatten()
@@ -232,23 +252,15 @@ class BlockRecurrentLayer(nn.Module):
             given = data.index_select(1, self._columns_of(reads))
             w_ih = self.input_weights[reads].index_select(0, columns - gates * self.form.inputs[reads].first)
         weights = [w_ih, self._recurrent_between(first, stop).flatten(0, 1), *(b[columns] for b in self._biases())]
-        initial = [state[:, units][None] for state in states]
-        call, initially = _NATIVE[self.mode], initial if self.mode == "LSTM" else initial[0]
-        tail = (self.bias_ih is not None, 1, 0.0, self.training, False)
-        if steps.packed:
-            output, *final = call(given, torch.from_numpy(steps.counts), initially, weights, *tail)
-        else:
-            sequence = given.view(len(steps.counts), steps.batch, given.shape[1])
-            output, *final = call(sequence, initially, weights, *tail, False)
-            output = output.flatten(0, 1)
-        return output, *(state[0] for state in final)
+        initial = tuple(state[:, units] for state in states)
+        return run_native(self.mode, given, steps, initial, weights, backward, self.training)
 
     # compiled blocks
 
     def run(
         self, data: Tensor, steps: Steps, states: tuple[Tensor, ...], backward: bool, output: Tensor, column: int
     ) -> tuple[Tensor, ...]:
-        """Like `run_native`, without gradients and on the CPU; output[:, column:] receives the states."""
+        """Like `forward`, without gradients and on the CPU; output[:, column:] receives the states."""
         form, data = self.form, data.detach().contiguous()
         threads = _threads(len(data) * form.macs, steps.batch)
         hidden, *cell = (state.index_select(1, self.order) for state in states)

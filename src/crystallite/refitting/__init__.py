@@ -8,7 +8,7 @@ model, batches
             ├─ latency.py     what layers cost in time, where the budget counts that
             ├─ influence.py   which errors of a layer reach the outputs
             └─ regression.py   sums over samples → the best dense layer, and how much worse any other is
-                 ├─ groups.py, pruning.py, channels.py   hidden neurons and channels that can go
+                 ├─ groups.py, pruning.py   hidden neurons and channels that can go
                  ├─ forms.py, partitions.py   low rank, blocks, blocks and a coupling
                  └─ probing.py → allocation.py   damage at the outputs for every size → sizes under a budget
                       └─ sequential.py, jointly.py   layer after layer, from what the layers before it leave

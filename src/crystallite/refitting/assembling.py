@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,11 +12,11 @@ from torch import Tensor, nn
 
 from crystallite.operators.conv import Convolution
 from crystallite.refitting.allocation import Allocation
-from crystallite.refitting.channels import eliminate_groups, smaller_norm
 from crystallite.refitting.forms import Form, Shape
 from crystallite.refitting.groups import Hidden
 from crystallite.refitting.partitions import best_cells
 from crystallite.refitting.places import matrix_of, set_layer_
+from crystallite.refitting.pruning import eliminate
 from crystallite.refitting.regression import Regression
 from crystallite.refitting.sequential import form_of
 from crystallite.refitting.session import Session
@@ -49,8 +50,7 @@ class Chooser:
         size, shape = self.allocation.kept(name), self.allocation.shape(name)
         if size is None:
             return form_of(regression, self._settled(shape, regression))
-        width = self.allocation.width(name)
-        kept, _ = eliminate_groups(regression, width, [size])[size]
+        kept, _ = eliminate(regression, [size], self.allocation.width(name))[size]
         inner = regression.restricted(kept)
         place = np.full(len(regression.metric), -1)
         place[kept.cpu().numpy()] = np.arange(len(kept))
@@ -90,7 +90,7 @@ def assembled(
             neurons = kept[:: group.width] // group.width
             rows |= dict.fromkeys(group.writers, neurons)
             for name in group.norms:
-                model = replace_(model, name, smaller_norm(model.get_submodule(name), neurons))
+                model = replace_(model, name, _smaller_norm(model.get_submodule(name), neurons))
     embedded = {name for group in groups if group.heads for name in (*group.writers, group.reader)}
     left = {}
     for name, unit in session.units.items():
@@ -106,6 +106,14 @@ def assembled(
         else:
             set_layer_(old, form.weight, form.bias)
     return model, left
+
+
+def _smaller_norm(norm: Any, kept: Tensor) -> nn.Module:
+    """A batch norm of some of the channels."""
+    found = type(norm)(len(kept), norm.eps, norm.momentum, norm.affine, norm.track_running_stats)
+    for name, value in norm.state_dict().items():
+        getattr(found, name).data = value[kept.to(value.device)].clone() if value.ndim else value.clone()
+    return found
 
 
 def describe_forms(parts: Mapping[str, tuple[Form, tuple[int, int]]], session: Session) -> str:

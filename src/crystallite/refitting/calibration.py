@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from crystallite.errors import InvalidOption
+from crystallite.upgrading.running import real_positions
 from crystallite.validation.batches import Batch, batches
 
 __all__ = ["Calibration", "real_rows"]
@@ -93,11 +94,7 @@ def real_rows(batch: Batch, leading: torch.Size, most: int, seed: int) -> Tensor
     >>> real_rows(batch, torch.Size([2, 2]), 9, 0).tolist()
     [0, 2, 3]
     """
-    mask = batch.named.get("attention_mask")
-    if isinstance(mask, Tensor) and mask.shape == leading:
-        rows = mask.flatten().bool().nonzero()[:, 0].cpu()
-    else:
-        rows = torch.arange(math.prod(leading))
+    rows = torch.arange(math.prod(leading))[real_positions(batch, leading)]
     if len(rows) <= most:
         return rows
     chance = torch.Generator().manual_seed(seed * 1_000_003 + batch.first)

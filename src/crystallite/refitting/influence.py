@@ -14,7 +14,7 @@ from crystallite.refitting.calibration import real_rows
 from crystallite.refitting.places import matrix_of
 from crystallite.refitting.recurrent import step_by_step
 from crystallite.refitting.session import Session
-from crystallite.upgrading.running import device_of, moved
+from crystallite.upgrading.running import device_of, returned
 from crystallite.validation.batches import Batch
 from crystallite.validation.outputs import tensors
 
@@ -66,15 +66,13 @@ def _gradients(model: nn.Module, names: Sequence[str], batch: Batch, chance: tor
 
         return hook
 
-    device = device_of(model)
     with ExitStack() as stack:
         for name in names:
             stack.callback(model.get_submodule(name).register_forward_hook(keep(name)).remove)
         stack.enter_context(step_by_step(model))
         stack.enter_context(torch.enable_grad())
-        positional = [moved(value, device) for value in batch.positional]
-        found = tensors(model(*positional, **{name: moved(value, device) for name, value in batch.named.items()}))
-        total = torch.zeros((), device=device)
+        found = tensors(returned(model, batch))
+        total = torch.zeros((), device=device_of(model))
         for value in found.values():
             if value.requires_grad and value.is_floating_point() and value.ndim:
                 rows = value.reshape(-1, value.shape[-1])[real_rows(batch, value.shape[:-1], value.numel(), 0)]

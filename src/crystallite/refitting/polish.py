@@ -19,7 +19,7 @@ from crystallite.refitting.calibration import Calibration, real_rows
 from crystallite.refitting.groups import first_samples
 from crystallite.refitting.session import damage
 from crystallite.upgrading.checkpoint import Checkpoints, State
-from crystallite.upgrading.running import device_of, moved
+from crystallite.upgrading.running import returned
 from crystallite.validation.batches import Batch, run
 from crystallite.validation.outputs import tensors
 
@@ -212,10 +212,7 @@ def _window(batch: Batch, start: int) -> Batch:
 
 def _error(model: nn.Module, dense: nn.Module, batch: Batch) -> Tensor:
     """What `damage` measures, with gradients."""
-    device = device_of(model)
-    expected = tensors(run(dense, batch))
-    positional = [moved(value, device) for value in batch.positional]
-    found = tensors(model(*positional, **{name: moved(value, device) for name, value in batch.named.items()}))
+    expected, found = tensors(run(dense, batch)), tensors(returned(model, batch))
     shares = []
     for path, value in expected.items():
         if value.is_floating_point():

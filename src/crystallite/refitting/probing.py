@@ -13,13 +13,13 @@ from tqdm import tqdm
 
 from crystallite.operators.conv import Convolution
 from crystallite.refitting.allocation import LayerCurve, NeuronCurve, falling
-from crystallite.refitting.channels import eliminate_groups
 from crystallite.refitting.forms import Cells, Shape, approximate, low_rank_factors
 from crystallite.refitting.groups import Hidden
 from crystallite.refitting.heads import turn_heads_
 from crystallite.refitting.influence import influence
 from crystallite.refitting.partitions import own_cells
 from crystallite.refitting.places import matrix_of, set_layer_
+from crystallite.refitting.pruning import eliminate
 from crystallite.refitting.regression import Regression
 from crystallite.refitting.running import outputs_of
 from crystallite.refitting.session import Session, StageMoments, damage
@@ -131,7 +131,7 @@ def _any_cells(outputs: int, inputs: int, blocks: int, seed: int) -> Cells:
 
 def _neuron_options(regression: Regression, hidden: Hidden) -> list[tuple[int, float]]:
     """How many neurons may be kept, each with the reader's held-out error; all of them first."""
-    found = eliminate_groups(regression, hidden.width, _sizes(hidden.size))
+    found = eliminate(regression, _sizes(hidden.size), hidden.width)
     errors = ((count, regression.error(weight, kept)) for count, (kept, weight) in found.items())
     return falling([(hidden.size, 0.0), *errors])
 

@@ -93,7 +93,7 @@ def opened(model: nn.Module, names: Iterable[str], layer: type[LowRankRecurrentL
 def closed(model: nn.Module, name: str) -> nn.Module:
     """The model, in place, with PyTorch's own module where no product of the recurrent one has become smaller."""
     module: Any = model.get_submodule(name)
-    if any(rank for part in module._parts() for rank in part.ranks):
+    if any(rank for part in module.parts() for rank in part.ranks):
         return model
     return put_(model, name, module.to_dense())
 

@@ -75,7 +75,7 @@ def _regression(model: nn.Module, dense: nn.Module, name: str, batch: Batch) -> 
     if isinstance(layer, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
         count = max(1, _PATCHES // t[0, 0].numel())
         return _patches(layer, x[:count]), t[:count].movedim(1, -1).flatten(0, -2)
-    real = real_positions(batch, x)
+    real = real_positions(batch, x.shape[:-1])
     return x.flatten(0, -2)[real], t.flatten(0, -2)[real]
 
 

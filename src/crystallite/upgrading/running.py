@@ -10,14 +10,19 @@ from torch import Tensor, nn
 from crystallite.validation.batches import Batch
 from crystallite.validation.outputs import main_output
 
-__all__ = ["call", "device_of", "moved", "real_positions"]
+__all__ = ["call", "device_of", "moved", "real_positions", "returned"]
 
 
 def call(model: nn.Module, batch: Batch) -> Tensor:
     """The main output of a model on a batch, which is moved to where the model is."""
+    return main_output(returned(model, batch))
+
+
+def returned(model: nn.Module, batch: Batch) -> Any:
+    """All that a model returns on a batch, which is moved to where the model is."""
     device = device_of(model)
     positional = [moved(value, device) for value in batch.positional]
-    return main_output(model(*positional, **{name: moved(value, device) for name, value in batch.named.items()}))
+    return model(*positional, **{name: moved(value, device) for name, value in batch.named.items()})
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -28,9 +33,9 @@ def moved(value: Any, device: torch.device) -> Any:
     return value.to(device) if isinstance(value, Tensor) else value
 
 
-def real_positions(batch: Batch, x: Tensor) -> Tensor | slice:
-    """Positions that are no padding."""
+def real_positions(batch: Batch, leading: torch.Size) -> Tensor | slice:
+    """Which rows of activations (leading…, features) are no padding: an `attention_mask` of that shape says it."""
     mask = batch.named.get("attention_mask")
-    if isinstance(mask, Tensor) and mask.shape == x.shape[:-1]:
-        return mask.flatten().bool().to(x.device)
+    if isinstance(mask, Tensor) and mask.shape == leading:
+        return mask.flatten().bool().cpu()
     return slice(None)

@@ -185,7 +185,7 @@ def _similarity(model: nn.Module, dense: nn.Module, ends: Sequence[str], batch: 
 
 def _relative(found: Tensor, expected: Tensor, batch: Batch) -> Tensor:
     if expected.ndim > 2:
-        real = real_positions(batch, expected)
+        real = real_positions(batch, expected.shape[:-1])
         found, expected = (value.flatten(0, -2)[real] for value in (found, expected))
     return (found - expected).square().mean() / expected.var().clamp_min(1e-12)
 
