@@ -7,6 +7,15 @@ import torch
 TRAINING = {"discovery", "monitoring", "refitting", "upgrading", "validation"}
 
 
+# One worker has all tests of a file (their module fixtures are dear); Ray's, which start several nodes, one after the other.
+RAY = {"test_ray.py", "test_ray_engine.py"}
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group("ray" if item.path.name in RAY else str(item.path)))
+
+
 @pytest.fixture(scope="module", autouse=True)
 def threads(request):
     before = torch.get_num_threads()

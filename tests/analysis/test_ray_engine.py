@@ -36,7 +36,7 @@ RAY = {
     "RAY_AUTH_MODE": "disabled",  # nobody else is in the namespace, and a token would be written to the home folder
 }
 OBJECT_STORE_BYTES = 80 << 20  # near the least that Ray accepts
-SECONDS = 150  # several times what it takes on two cores
+SECONDS = 300  # several times what it takes on two cores
 
 
 @pytest.fixture(scope="module")
