@@ -1,16 +1,10 @@
-"""Fitting other units than linear layers: a convolutional network, and the GRUs of g2p-en.
-
-`python -m benchmarks.fitted_units [--tasks g2p digits_cnn] [--seeds 3] [--budgets .5 .25]`. Stores
-benchmarks/results/fitted_units.json.
-"""
+"""Tasks of `benchmarks.fitted` with other units than linear layers: a convolutional network, and the GRUs of g2p-en."""
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import random
 import re
-import time
 from collections import defaultdict
 from pathlib import Path
 
@@ -20,9 +14,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.fitted_tasks import WORDNET, Task
-from benchmarks.timing import interleaved, show, store
-from crystallite.refitting import fit
-from crystallite.reorganization.summary import summary
 
 _START, _END = 2, 3  # phonemes that begin and end a word
 _MOST_PHONEMES = 20  # that are spoken for a word
@@ -156,50 +147,3 @@ def digits_cnn(seed: int, epochs: int = 12) -> Task:
         "CNN, digits", model, list(some.split(64)), judge, list(test[:512].split(64)), [], (),
         frozenset(image.numpy().tobytes() for image in some), frozenset(seen),
     )  # fmt: skip
-
-
-TASKS = {"g2p": g2p, "digits_cnn": digits_cnn}
-
-
-def measured(task: Task, seed: int, budgets: list[float]) -> list[dict]:
-    """A row for the dense model and for each budget; times on one thread, best of several, in turns."""
-    made, rows = {"1": task.model}, [{"task": task.name, "seed": seed, "budget": 1.0, **task.judge(task.model)}]
-    for budget in budgets:
-        start = time.process_time()
-        small = fit(task.model, budget=budget, calibration=task.calibration, seed=seed).eval()
-        spent, found = time.process_time() - start, summary(small)
-        row = {"task": task.name, "seed": seed, "budget": budget, **task.judge(small)}
-        row |= {"multiply-adds": found.macs[1] / found.macs[0], "processor s": spent}
-        row["became"] = "; ".join(f"{c.name}: {c.became}" for c in found.changes if c.macs_before)
-        rows.append(row)
-        made[f"{budget:g}"] = small
-
-    def call(model: nn.Module) -> None:
-        with torch.inference_mode():
-            for batch in task.timed:
-                model(**batch) if isinstance(batch, dict) else model(batch)
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    times = interleaved({name: lambda model=model: call(model) for name, model in made.items()})
-    torch.set_num_threads(threads)
-    return [row | {"speed-up": times["1"] / times[f"{row['budget']:g}"]} for row in rows]
-
-
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--budgets", type=float, nargs="+", default=[0.5, 0.25])
-    options = parser.parse_args(arguments)
-    rows: list[dict] = []
-    for name in options.tasks:
-        for seed in range(options.seeds):
-            new = measured(TASKS[name](seed), seed, options.budgets)
-            show(name, [{key: value for key, value in row.items() if key not in ("task", "became")} for row in new])
-            rows += new
-    store("fitted_units", rows)
-
-
-if __name__ == "__main__":
-    main()

@@ -7,7 +7,7 @@ import torch
 TRAINING = {"discovery", "monitoring", "refitting", "upgrading", "validation"}
 
 
-# One worker has all tests of a file (their module fixtures are dear); Ray's, which start several nodes, one after the other.
+# One worker has all tests of a file, whose fixtures are dear; those of Ray start several nodes, so one has them all.
 RAY = {"test_ray.py", "test_ray_engine.py"}
 
 

@@ -41,8 +41,8 @@ ORDER = [
 ADAPTED_IN = {
     "peft": {"upgrading/lora.py"},
     "ray": {"analysis/ray_engine.py", "serving/ray_engine.py", "serving/ray_service.py"},
-    "onnx": {"exporting.py", "weights/onnx_file.py", "weights/onnx_wire.py"},
-    "onnxruntime": {"baselines/onnx_runtime.py", "exporting.py"},
+    "onnx": {"exporting.py", "refitting/int8_latency.py", "weights/onnx_file.py", "weights/onnx_wire.py"},
+    "onnxruntime": {"baselines/onnx_runtime.py", "exporting.py", "refitting/int8_latency.py"},
     "onnxscript": {"exporting.py"},
     "google": {"serving/grpc_messages.py", "serving/grpc_service.py"},
     "grpc": {"serving/grpc_service.py"},

@@ -145,15 +145,43 @@ def test_the_command_exports_what_was_saved(fitted, tmp_path, capsys, monkeypatc
     assert not os.path.exists("c.onnx")
 
 
-@pytest.mark.parametrize("options", [{"blocks": 2}, {"blocks": 3}])
-def test_blocks_are_quantised_too(options, tmp_path):
-    model = nn.Sequential(nn.Linear(33, 64), nn.Tanh(), nn.LayerNorm(64), nn.Linear(64, 9)).eval()
-    small = cx.reorganize(model, calibration=samples(width=33), **options)
-    assert {type(layer) for layer in small} & {cx.BlockLinear}
-    done = export(small, tmp_path / "blocks.onnx", samples(count=9, width=33), int8=True)
-    assert 0 < done.deviation < 0.1
+def products(file):
     import onnx
 
-    kinds = [node.op_type for node in onnx.load(done.path).graph.node]
-    assert kinds.count("MatMulInteger") == 2 * options["blocks"]
+    kinds = [node.op_type for node in onnx.load(file).graph.node]
     assert not {"MatMul", "Gemm"} & set(kinds)
+    return kinds.count("MatMulInteger")
+
+
+def test_blocks_are_quantised_too(tmp_path):
+    """As they are where neurons stand in their order; as one product where moving them would take longer."""
+    halves = [(np.arange(half, half + 32), np.arange(half, half + 32)) for half in (0, 32)]
+    apart = [(rows[::-1].copy(), columns) for (rows, _), (_, columns) in zip(halves, halves[::-1], strict=True)]
+    for blocks, expected in ((halves, 2), (apart, 1)):
+        torch.manual_seed(0)
+        model = nn.Sequential(cx.BlockLinear.from_blocks(torch.randn(64, 64), torch.randn(64), blocks))
+        done = export(model, tmp_path / f"{expected}.onnx", samples(count=9, width=64), int8=True)
+        assert 0 < done.deviation < 0.1
+        assert products(done.path) == expected
+
+
+def test_rows_of_tables_have_scales_of_their_own(tmp_path):
+    class Looked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.layer = nn.Embedding(50, 16), nn.Linear(16, 4)
+            with torch.no_grad():
+                self.table.weight[0] *= 1000  # one scale for all would leave nothing of the others
+                self.table.weight[1] = 0
+
+        def forward(self, tokens):
+            return self.table(tokens), self.layer(self.table(tokens + 1)[:, 0])
+
+    torch.manual_seed(0)
+    model, tokens = Looked().eval(), torch.randint(2, 40, (8, 5))
+    done = export(model, tmp_path / "a.onnx", [tokens], int8=True)
+    tokens[0] = torch.tensor([0, 1, 2, 3, 48])
+    found, _ = outputs(done.path, tokens=tokens)
+    expected = model.table(tokens)
+    apart = (torch.from_numpy(found) - expected).abs().amax(-1)
+    assert (apart <= expected.abs().amax(-1) / 253).all()

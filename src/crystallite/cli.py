@@ -115,7 +115,7 @@ def _parser() -> argparse.ArgumentParser:
     fitted = reorganize.add_argument_group("fitted to data")
     fitted.add_argument("--budget", type=float, metavar="SHARE", help="of the layers' multiply-adds to keep")
     fitted.add_argument(
-        "--objective", choices=["macs", "parameters", "latency"], help="what the budget counts (default: macs)"
+        "--objective", choices=["macs", "parameters", "latency", "int8"], help="what the budget counts (default: macs)"
     )
     fitted.add_argument("--blocks", type=int, metavar="K", help="every layer as so many independent blocks")
     fitted.add_argument("--joint", action="store_true", help="with --blocks: one partition through consecutive layers")

@@ -38,7 +38,8 @@ def reorganize(model: nn.Module, **options: Any) -> nn.Module:
       the widest layer has inputs. The last fifth only judges.
     - `budget`: the share of the layers' multiply-adds to keep; they go where that does
       least damage to the outputs.
-    - `objective` ("macs"): what the budget is a share of; "parameters", or "latency": measured time of the layers.
+    - `objective` ("macs"): what the budget is a share of; "parameters"; "latency": measured time of the layers; "int8":
+      that time with 8-bit weights in ONNX Runtime, for what will be exported so.
     - `blocks`: every layer as so many independent blocks; `joint`: one partition through consecutive layers.
     - `tolerance`, `confidence` (.95): the cheapest budget whose `risk` ("deviation": mean relative deviation from the
       dense model; "disagreement": share of other decisions) is at most the tolerance with this confidence on data like

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -33,7 +34,8 @@ from crystallite.validation.outputs import tensors
 __all__ = ["Exported", "add_parser", "export"]
 
 _CHECKED = 8  # batches, at most, that both run
-_QUANTISED = ("MatMul", "Gemm", "Gather", "LSTM", "Attention")  # 8-bit convolutions do not run on every CPU
+_QUANTISED = ("MatMul", "Gemm", "LSTM", "Attention")  # 8-bit convolutions do not run on every CPU
+_MOVED = 600  # multiply-adds of 8-bit integers that ONNX Runtime does while it moves one number to another place
 _EXAMPLE = """\
 example:
   crystallite export small small.onnx --data inputs.npz
@@ -158,13 +160,19 @@ class _Plain(nn.Module):
 
 
 def _with_plain_layers(model: nn.Module) -> nn.Module:
-    """A copy of the model in which layers of blocks are made of plain layers, if they are not part of an operator."""
+    """A copy of the model in which layers of blocks are plain layers, if they are not part of an operator.
+
+    One for each block; one with zeros between the blocks where bringing numbers in order would take longer than that.
+    """
     model = copy.deepcopy(model)
     for name, module in list(model.named_modules()):
         around = model.get_submodule(name.rpartition(".")[0]) if name else None
         whole = not isinstance(around, (CoupledLinear, BorderedLinear))
         if type(module) is BlockLinear and len(module.weights) and whole:
-            model = put_(model, name, _Plain(module))
+            moved = sum(len(table) for table in (module.columns, module.outputs) if table is not None)
+            spared = module.out_features * module.in_features - sum(stack.numel() for stack in module.weights)
+            apart = not name or spared > _MOVED * moved  # a model that is one layer keeps the name of its input
+            model = put_(model, name, _Plain(module) if apart else module.to_dense())
     return model
 
 
@@ -199,7 +207,44 @@ def _quantised(file: Path) -> Path:
             file, small, op_types_to_quantize=list(_QUANTISED), per_channel=True, weight_type=QuantType.QInt8,
             reduce_range=True,  # 7 of 8 bits: sums of full ones can overflow on CPUs without VNNI
         )  # fmt: skip
+        program = onnx.load(small)
+        _quantise_tables_(program.graph)
+        onnx.save(program, small)
     return small
+
+
+def _quantise_tables_(graph: Any) -> None:
+    """Tables that rows are looked up in, as embeddings are, with 8 bits and a scale for each row."""
+    from onnx import TensorProto, helper, numpy_helper
+
+    tables = {each.name: each for each in graph.initializer if each.data_type == TensorProto.FLOAT}
+    readers: dict[str, list[Any]] = {}
+    for node in graph.node:
+        for name in node.input:
+            readers.setdefault(name, []).append(node)
+    for name, nodes in readers.items():
+        if name not in tables or len(tables[name].dims) != 2 or not all(_looks_up(node, name) for node in nodes):
+            continue
+        rows = numpy_helper.to_array(tables[name])
+        scales = np.abs(rows).max(1, keepdims=True) / 127
+        whole = np.rint(rows / np.where(scales > 0, scales, 1)).astype(np.int8)
+        made = {f"{name}_int8": whole, f"{name}_scales": scales}
+        graph.initializer.extend(numpy_helper.from_array(value, key) for key, value in made.items())
+        graph.initializer.remove(tables[name])
+        for node in nodes:
+            place, out = list(graph.node).index(node), node.output[0]
+            steps = [helper.make_node("Gather", [key, node.input[1]], [f"{out}_{key}"]) for key in made]
+            found = [step.output[0] for step in steps]
+            steps.append(helper.make_node("Cast", found[:1], [f"{out}_float"], to=TensorProto.FLOAT))
+            steps.append(helper.make_node("Mul", [f"{out}_float", found[1]], [out]))
+            graph.node.remove(node)
+            for step in reversed(steps):
+                graph.node.insert(place, step)
+
+
+def _looks_up(node: Any, table: str) -> bool:
+    whole_rows = all(attribute.i == 0 for attribute in node.attribute if attribute.name == "axis")
+    return node.op_type == "Gather" and node.input[0] == table and table not in node.input[1:] and whole_rows
 
 
 def _compared(library: Any, file: Path, model: nn.Module, checked: list[Batch]) -> tuple[float, float | None]:

@@ -10,6 +10,11 @@ from crystallite.operators.linear import BlockLinear
 from crystallite.refitting.forms import Form, Shape, approximate
 from tests.operators.tolerance import assert_close
 
+HUBS = (  # outputs 9 to 11 read all inputs, all outputs read input 8
+    (np.array([0, 2, 4, 6]), np.array([0, 1, 2, 3, 8])),
+    (np.array([1, 3, 5, 7, 8]), np.array([4, 5, 6, 7, 8])),
+    (np.array([9, 10, 11]), np.arange(9)),
+)
 CELLS = tuple((np.arange(i, 12, 3), np.arange(i, 9, 3)) for i in range(3))
 
 
@@ -20,6 +25,7 @@ CELLS = tuple((np.arange(i, 12, 3), np.arange(i, 9, 3)) for i in range(3))
         (Shape(rank=3), nn.Sequential),
         (Shape(cells=CELLS), BlockLinear),
         (Shape(2, CELLS), CoupledLinear),
+        (Shape(cells=HUBS, hubs=(3, 1)), BlockLinear),
     ],
 )
 @pytest.mark.parametrize("with_bias", [True, False])
@@ -34,5 +40,8 @@ def test_an_operator_computes_its_form(shape, kind, with_bias, rows, columns):
     assert type(operator) is kind
     x = torch.randn(4, len(columns), dtype=torch.float64)
     assert_close(operator(x), x @ whole[rows][:, columns].T + form.bias[rows])
+    whole_size = torch.randn(4, 9, dtype=torch.float64)
+    embedded = form.operator(rows, columns, nn.Linear(9, 12, with_bias, dtype=torch.float64), embedded=True)
+    assert_close(embedded(whole_size)[:, rows], whole_size[:, columns] @ whole[rows][:, columns].T + form.bias[rows])
     if (len(rows), len(columns)) == (12, 9):
         assert sum(p.numel() for p in operator.parameters() if p.ndim > 1) == shape.macs(12, 9, (12, 9))

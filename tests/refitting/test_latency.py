@@ -10,6 +10,7 @@ import crystallite as cx
 from crystallite.refitting import fit
 from crystallite.refitting.calibration import Calibration
 from crystallite.refitting.forms import Shape
+from crystallite.refitting.int8_latency import Int8Latency
 from crystallite.refitting.latency import Latency
 from crystallite.refitting.running import Itinerary
 from crystallite.refitting.session import Session
@@ -31,6 +32,27 @@ def test_smaller_layers_are_timed_as_what_they_would_be():
     assert thin < 0.7 * dense
     assert price("0", Shape(), 1024, 512) == dense  # measured once
     assert price("2", Shape(), 512, 256) < price("2", Shape(), 512, 1024)
+
+
+def test_8_bit_products_are_timed_where_there_will_be_some():
+    pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnx")
+    model = nn.Sequential(nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 512)).eval()
+    price = Int8Latency(session_of(model, torch.randn(600, 512)))
+    dense, thin = price("0", Shape(), 1024, 512), price("0", Shape(8), 1024, 512)
+    assert price("0", Shape(), 128, 512) < 0.7 * dense
+    assert thin < 0.7 * dense
+    assert price("2", Shape(), 512, 256) < price("2", Shape(), 512, 1024)
+
+
+def test_a_budget_of_8_bit_time_reaches_onnx_runtime():
+    pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnx")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64)).eval()
+    small = fit(model, budget=0.6, objective="int8", calibration=torch.randn(2600, 64).split(650))
+    assert small[0].out_features < 256
+    assert "a budget of 60% of the measured time with 8-bit weights" in cx.summary(small).notes[0]
 
 
 @pytest.mark.parametrize("kind", [nn.Conv1d, nn.Conv2d])
@@ -73,7 +95,7 @@ def test_a_budget_of_parameters_counts_weights_once():
 
 def test_what_is_no_objective_is_refused():
     model, x = networks.mlp(16, 32, 4), torch.randn(80, 16)
-    with pytest.raises(cx.InvalidOption, match="objective: expected one of macs, parameters, latency, got 'speed'"):
+    with pytest.raises(cx.InvalidOption, match=r"objective: expected one of macs, .*, int8, got 'speed'"):
         fit(model, budget=0.5, objective="speed", calibration=x)
     with pytest.raises(cx.InvalidOption, match="objective= says what a budget is a share of"):
         cx.reorganize(model, blocks=2, objective="latency", calibration=x)

@@ -148,3 +148,12 @@ def test_options_that_say_nothing_are_refused(pair):
     ):
         with pytest.raises(cx.InvalidOption, match=message):
             fit(model, budget=0.5, calibration=samples(16), **options)
+
+
+def test_training_reads_on_where_fitting_has_enough():
+    sizes = [b.size for b in Calibration.read([torch.zeros(256, 4)] * 200).all]
+    data = Calibration.read([torch.zeros(256, 4)] * 200, training=True)
+    assert [b.size for b in data.all] == sizes
+    assert sum(sizes) == 2**15
+    assert sum(b.size for b in data.all + data.more) == 256 * 200
+    assert sum(b.size for b in Calibration.read([torch.zeros(256, 4)] * 200, widest=3000).all) >= 16 * 3000

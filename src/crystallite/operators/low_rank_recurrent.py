@@ -1,4 +1,4 @@
-"""`LowRankRecurrent`: RNN, GRU and LSTM whose products with inputs and states may be of low rank."""
+"""`LowRankRecurrent`: RNN, GRU and LSTM whose products with inputs and states may be smaller."""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from crystallite.errors import InvalidOption
 from crystallite.operators import recurrent_kernels as kernels
 from crystallite.operators.engine import can_run_compiled
-from crystallite.operators.recurrent_layer import GATES, Steps, run_native
+from crystallite.operators.frobenius import FrobeniusForm
+from crystallite.operators.recurrent_layer import GATES, BlockRecurrentLayer, Steps, run_native
 from crystallite.operators.recurrent_stack import RecurrentStack
 from crystallite.parallel import compiled
 
@@ -26,10 +27,10 @@ class LowRankRecurrent(RecurrentStack):
     """A recurrent network with smaller products: the drop-in for `nn.RNN`, `nn.GRU` and `nn.LSTM`.
 
     Each layer and direction multiplies its inputs, and its states, by one matrix for all gates: an `nn.Linear`, or two
-    of low rank. Input, initial states, outputs and final states are those of the module replaced, packed sequences
-    included. Products with inputs are one for the whole sequence. With gradients, or on other devices and dtypes than
-    float32 and float64 on the CPU, the factors are multiplied and PyTorch's own kernels run: the same function, but
-    states then cost what they cost in the dense module.
+    of low rank; that of the states may be in Frobenius form instead. Input, initial states, outputs and final states
+    are those of the module replaced, packed sequences included. Products with inputs are one for the whole sequence.
+    With gradients, or on other devices and dtypes than float32 and float64 on the CPU, the factors are multiplied and
+    PyTorch's own kernels run: the same function, but states then cost what they cost in the dense module.
 
     >>> dense = nn.GRU(8, 16)
     >>> whole = LowRankRecurrent.from_dense(dense)
@@ -54,16 +55,19 @@ class LowRankRecurrent(RecurrentStack):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         layer: type[LowRankRecurrentLayer] | None = None,
+        forms: Sequence[FrobeniusForm | None] | None = None,
     ) -> None:
         """ranks: for inputs and for states of each layer and direction, forward before backward; 0: a full matrix.
 
         layer: what each of them is made of, by default a `LowRankRecurrentLayer`.
+        forms: of the products with states that are in Frobenius form, None for others; their rank does not count.
         """
         super().__init__(mode, input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional)
         sizes = self._input_sizes("ranks", ranks)
         make = LowRankRecurrentLayer if layer is None else layer
         self.layers = nn.ModuleList(
-            make(mode, size, hidden_size, *pair, bias, device, dtype) for size, pair in zip(sizes, ranks, strict=True)
+            make(mode, size, hidden_size, *pair, bias, device, dtype, form)
+            for size, pair, form in zip(sizes, ranks, forms or [None] * len(sizes), strict=True)
         )
 
     @classmethod
@@ -92,14 +96,16 @@ class LowRankRecurrent(RecurrentStack):
         return result.train(module.training)
 
     def describe(self) -> dict[str, Any]:
-        """Sizes, settings and ranks, without weights."""
-        return self.settings() | {"ranks": [list(part.ranks) for part in self.parts()]}
+        """Sizes, settings, ranks and forms, without weights."""
+        forms = [None if part.form is None else part.form.describe() for part in self.parts()]
+        return self.settings() | {"ranks": [list(part.ranks) for part in self.parts()], "forms": forms}
 
     @classmethod
     def from_description(cls, description: dict[str, Any]) -> LowRankRecurrent:
         """A network of these sizes, not filled."""
         ranks = [(int(inputs), int(states)) for inputs, states in description["ranks"]]
-        return cls(**description | {"ranks": ranks})
+        forms = [None if form is None else FrobeniusForm.from_description(form) for form in description["forms"]]
+        return cls(**description | {"ranks": ranks, "forms": forms})
 
     def parts(self) -> list[LowRankRecurrentLayer]:
         """Each layer and direction."""
@@ -111,7 +117,7 @@ class LowRankRecurrent(RecurrentStack):
         return sum(p.numel() for p in self.parameters() if p.ndim > 1)
 
     def __repr__(self) -> str:
-        ranks = "; ".join(" and ".join(str(rank or "full") for rank in part.ranks) for part in self.parts())
+        ranks = "; ".join(part.extra_repr() for part in self.parts())
         return (
             f"{type(self).__name__}({self._dense_repr()}, ranks {ranks}, "
             f"{self.macs} of {self.dense_macs} multiply-adds)"
@@ -119,23 +125,41 @@ class LowRankRecurrent(RecurrentStack):
 
 
 class LowRankRecurrentLayer(nn.Module):
-    """One layer in one direction: `input` and `recurrent`, each an `nn.Linear` to all gates or two of low rank."""
+    """One layer in one direction: `input` and `recurrent`, each an `nn.Linear` to all gates or two of low rank.
+
+    `recurrent` may be a `BlockRecurrentLayer` without inputs.
+    """
 
     def __init__(
         self, mode: str, inputs: int, hidden: int, input_rank: int = 0, recurrent_rank: int = 0, bias: bool = True,
-        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None, form: FrobeniusForm | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         self.mode, self.inputs, self.hidden, self.gates = mode, inputs, hidden, GATES[mode]
         kind = {"device": device, "dtype": dtype}
         self.input: Any = _linear(inputs, self.gates * hidden, input_rank, bias, kind)
-        self.recurrent: Any = _linear(hidden, self.gates * hidden, recurrent_rank, bias, kind)
+        self.recurrent: Any
+        if form is None:
+            self.recurrent = _linear(hidden, self.gates * hidden, recurrent_rank, bias, kind)
+        elif (form.gates, form.hidden) != (self.gates, hidden):
+            came = f"{form.gates} and {form.hidden}"
+            raise InvalidOption(f"form: expected {self.gates} gates and {hidden} units, got {came}")
+        else:
+            self.recurrent = BlockRecurrentLayer(mode, 0, form, bias, device, dtype)
 
     @property
     def ranks(self) -> tuple[int, int]:
         """Of the products with inputs and with states; 0: a full matrix."""
-        first, second = (0 if len(_factors(m)) == 1 else len(_factors(m)[0]) for m in (self.input, self.recurrent))
-        return first, second
+        return _rank(self.input), _rank(self.recurrent)
+
+    @property
+    def form(self) -> FrobeniusForm | None:
+        """Of the product with states, where it is in Frobenius form."""
+        return self.recurrent.form if isinstance(self.recurrent, BlockRecurrentLayer) else None
+
+    def extra_repr(self) -> str:
+        states = f"{len(self.form.blocks)} blocks" if self.form else str(self.ranks[1] or "full")
+        return f"{self.ranks[0] or 'full'} and {states}"
 
     def dense_weights(self) -> tuple[Tensor, ...]:
         """Input and recurrent weights and biases as the dense module has them; gradients flow to the factors."""
@@ -149,8 +173,8 @@ class LowRankRecurrentLayer(nn.Module):
         self, data: Tensor, steps: Steps, states: tuple[Tensor, ...], backward: bool
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Output (rows, hidden) and final states (batch, hidden) from data (rows, inputs) and initial states."""
-        if isinstance(self.recurrent, nn.Sequential):
-            kind = self.recurrent[0].weight.dtype
+        if not isinstance(self.recurrent, nn.Linear):
+            kind = next(self.parameters()).dtype
             if all(value.dtype == kind and can_run_compiled(value, self) for value in (data, *states)):
                 return self.run_steps(data, steps, states, backward)
         return self.run_native(data, steps, states, backward)
@@ -171,6 +195,9 @@ class LowRankRecurrentLayer(nn.Module):
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Two thin products for each step, and the gates in compiled code: without gradients, on the CPU."""
         given = self.input(data)
+        if isinstance(self.recurrent, BlockRecurrentLayer):
+            output = data.new_empty(len(data), self.hidden)
+            return output, self.recurrent.run(given, steps, states, backward, output, 0)
         down, up = (factor.t() for factor in _factors(self.recurrent))
         hidden, *cell = (state.clone(memory_format=torch.contiguous_format) for state in states)
         bias, inner, batch = self.recurrent[1].bias, data.new_zeros(self.hidden), steps.batch
@@ -206,6 +233,10 @@ def _linear(inputs: int, outputs: int, rank: int, bias: bool, kind: dict[str, An
     if not rank:
         return nn.Linear(inputs, outputs, bias, **kind)
     return nn.Sequential(nn.Linear(inputs, rank, False, **kind), nn.Linear(rank, outputs, bias, **kind))
+
+
+def _rank(module: Any) -> int:
+    return module[0].out_features if isinstance(module, nn.Sequential) else 0  # type: ignore[return-value]
 
 
 def _factors(module: Any) -> list[Tensor]:

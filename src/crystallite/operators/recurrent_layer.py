@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from crystallite.errors import InvalidMap
 from crystallite.operators import recurrent_kernels as kernels
-from crystallite.operators.frobenius import Block, FrobeniusForm, Maps
+from crystallite.operators.frobenius import Block, FrobeniusForm, Maps, frobenius_form
 from crystallite.operators.instructions import PANEL
 from crystallite.parallel import over_tasks
 
@@ -93,6 +93,8 @@ class BlockRecurrentLayer(nn.Module):
     recurrent_weights: (blocks, panels, feedback, 16) for each stack, see `instructions.PANEL`.
     communication_weights: (gates·units, sources) for each block that hears others.
     bias_ih, bias_hh: (gates·hidden,) as the form's gate columns.
+
+    A layer of no inputs is given what its gates get from elsewhere instead, and has no bias_ih.
     """
 
     permutations: ClassVar[tuple[str, ...]] = ("order",)  # tables in which every index must stand once
@@ -130,7 +132,7 @@ class BlockRecurrentLayer(nn.Module):
         self.communication_weights = nn.ParameterList(
             empty(gates * blocks[i].size, blocks[i].sources) for i in form.hearing
         )
-        self.bias_ih = nn.Parameter(empty(gates * form.hidden)) if bias else None
+        self.bias_ih = nn.Parameter(empty(gates * form.hidden)) if bias and inputs else None
         self.bias_hh = nn.Parameter(empty(gates * form.hidden)) if bias else None
         for name in ("order", "component", "rank"):
             self.register_buffer(name, table(form.hidden))
@@ -139,6 +141,16 @@ class BlockRecurrentLayer(nn.Module):
         self._column_bounds = list(pairwise(accumulate((i.columns for i in form.inputs), initial=0)))
         bounds = pairwise(accumulate((blocks[i].sources for i in form.hearing), initial=0))
         self._source_bounds = dict(zip(form.hearing, bounds, strict=True))
+
+    @classmethod
+    def of_states(cls, mode: str, weight: Tensor, bias: Tensor | None) -> BlockRecurrentLayer:
+        """A layer of no inputs, from the product with its states alone; weight (gates·hidden, hidden)."""
+        gates, hidden = GATES[mode], weight.shape[1]
+        edges = (weight.detach().view(gates, hidden, hidden) != 0).any(0).cpu().numpy()
+        form, maps = frobenius_form(edges, np.zeros((hidden, 1), bool), gates)
+        layer = cls(mode, 0, form, bias is not None, weight.device, weight.dtype)
+        layer.load_dense(maps, weight.detach()[:, :0], weight.detach(), None, bias)
+        return layer
 
     def _dtype_and_device(self) -> Tensor:
         return next(self.parameters())
@@ -181,14 +193,27 @@ class BlockRecurrentLayer(nn.Module):
         Gradients flow to the blocks.
         """
         gates, hidden = self.form.gates, self.form.hidden
-        position = torch.argsort(self.order)
-        w_hh = self._recurrent_between(0, hidden)[:, position][:, :, position]
         w_ih = self._dtype_and_device().new_zeros(gates * hidden, self.inputs)
         for i, weight in enumerate(self.input_weights):
             rows = torch.arange(gates * hidden, device=w_ih.device)[self._input_rows(i)]
             w_ih = w_ih.index_put((rows[:, None], self._columns_of(i)), weight)
-        columns = self._gate_columns()[:, position].flatten()
-        return w_ih[columns], w_hh.flatten(0, 1), *(bias[columns] for bias in self._biases())
+        columns = self._dense_rows()
+        return w_ih[columns], self.weight, *(bias[columns] for bias in self._biases())
+
+    @property
+    def weight(self) -> Tensor:
+        """(gates·hidden, hidden): the recurrent weight of the dense module."""
+        position = torch.argsort(self.order)
+        return self._recurrent_between(0, self.form.hidden)[:, position][:, :, position].flatten(0, 1)
+
+    @property
+    def bias(self) -> Tensor | None:
+        """(gates·hidden,): that of the product with states in the dense module."""
+        return None if self.bias_hh is None else self.bias_hh[self._dense_rows()]
+
+    def _dense_rows(self) -> Tensor:
+        """The gate column of each row of the dense module's weights."""
+        return self._gate_columns()[:, torch.argsort(self.order)].flatten()
 
     def _biases(self) -> list[Tensor]:
         return [bias for bias in (self.bias_ih, self.bias_hh) if bias is not None]
@@ -294,18 +319,21 @@ class BlockRecurrentLayer(nn.Module):
         form = self.form
         bias = data.new_zeros(1, form.gates * form.hidden + PANEL)
         inner = data.new_zeros(1, form.hidden + PANEL)
-        if self.bias_ih is not None and self.bias_hh is not None:
-            torch.add(self.bias_ih, self.bias_hh, out=bias[0, :-PANEL])
-            if self.mode == "GRU":
-                new = self._gate_columns()[2]
-                bias[0, new] = self.bias_ih[new]
-                inner[0, :-PANEL] = self.bias_hh[new]
+        for own in self._biases():
+            bias[0, :-PANEL] += own
+        if self.mode == "GRU" and self.bias_hh is not None:
+            new = self._gate_columns()[2]
+            bias[0, new] = 0 if self.bias_ih is None else self.bias_ih[new]
+            inner[0, :-PANEL] = self.bias_hh[new]
         gates = data.new_empty(len(data), bias.shape[1])
+        if not self.inputs:
+            mine = data.index_select(1, torch.argsort(self._dense_rows()))
+            torch.add(mine, bias[:, :-PANEL], out=gates[:, :-PANEL])
         column = 0
         for i, weight in enumerate(self.input_weights):
             _add_product(bias, data, self._columns_of(i), weight.detach(), gates, column, threads)
             column += len(weight)
-        if column < form.gates * form.hidden:  # units that read nothing
+        if self.inputs and column < form.gates * form.hidden:  # units that read nothing
             gates[:, column:] = bias[:, column:]
         if self.mode == "GRU" and form.hearing:
             inner = torch.from_numpy(inner.numpy().repeat(len(data), 0))  # NumPy wakes none of PyTorch's threads

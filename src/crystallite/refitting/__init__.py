@@ -5,7 +5,7 @@ model, batches
   └─ calibration.py    what is fitted on, what only judges
        └─ running.py       the model in stretches; what its layers read, write and add to a residual stream
             ├─ places.py, recurrent.py   convolutions and recurrent networks as matrices that multiply rows
-            ├─ latency.py     what layers cost in time, where the budget counts that
+            ├─ latency.py, int8_latency.py   what layers cost in time, where the budget counts that
             ├─ influence.py   which errors of a layer reach the outputs
             └─ regression.py   sums over samples → the best dense layer, and how much worse any other is
                  ├─ groups.py, pruning.py   hidden neurons and channels that can go

@@ -14,6 +14,7 @@ from crystallite.operators.conv import Convolution
 from crystallite.refitting.allocation import Allocation
 from crystallite.refitting.forms import Form, Shape
 from crystallite.refitting.groups import Hidden
+from crystallite.refitting.hubs import with_hubs
 from crystallite.refitting.partitions import best_cells
 from crystallite.refitting.places import matrix_of, set_layer_
 from crystallite.refitting.pruning import eliminate
@@ -47,29 +48,34 @@ class Chooser:
         self.session, self.allocation = session, allocation
 
     def __call__(self, name: str, regression: Regression, samples: int) -> Form:
-        size, shape = self.allocation.kept(name), self.allocation.shape(name)
-        if size is None:
-            return form_of(regression, self._settled(shape, regression))
-        kept, _ = eliminate(regression, [size], self.allocation.width(name))[size]
-        inner = regression.restricted(kept)
-        place = np.full(len(regression.metric), -1)
-        place[kept.cpu().numpy()] = np.arange(len(kept))
+        left, shape = self.allocation.kept(name), self.allocation.shape(name)
+        if left is None:
+            return form_of(regression, self._settled(shape, regression, regression))
+        kept, _ = eliminate(regression, [left], self.allocation.width(name))[left]
+        inner, inputs, numbers = regression.restricted(kept), len(regression.metric), kept.cpu().numpy()
+        place = np.full(inputs, -1)
+        place[numbers] = np.arange(len(kept))
         cells = tuple((rows, place[columns][place[columns] >= 0]) for rows, columns in shape.cells)
-        form = form_of(inner, self._settled(replace(shape, cells=cells), inner))
-        numbers = kept.cpu().numpy()
+        settled = self._settled(shape, regression, inner) if shape.draft else replace(shape, cells=cells)
+        form = form_of(inner, settled)
         whole = tuple((rows, numbers[columns]) for rows, columns in form.shape.cells)
         return replace(
             form,
             shape=replace(form.shape, cells=whole),
-            weight=_spread(form.weight, kept, len(regression.metric)),
-            down=None if form.down is None else _spread(form.down, kept, len(regression.metric)),
+            weight=_spread(form.weight, kept, inputs),
+            down=None if form.down is None else _spread(form.down, kept, inputs),
             kept=kept,
         )
 
-    def _settled(self, shape: Shape, regression: Regression) -> Shape:
+    def _settled(self, shape: Shape, regression: Regression, inner: Regression) -> Shape:
+        """The best cells there are for a draft; inner: the regression from those inputs that are left."""
         if not shape.draft:
             return shape
-        return Shape(shape.rank, best_cells(regression, len(shape.cells), self.session.seed))
+        cells = best_cells(inner, shape.blocks, self.session.seed)
+        if not any(shape.hubs):
+            return Shape(shape.rank, cells)
+        outputs, inputs = regression.weight.shape
+        return with_hubs(inner, cells, shape.macs(outputs, len(inner.metric), (outputs, inputs)), most=shape.hubs)
 
 
 def _spread(matrix: Tensor, columns: Tensor, size: int) -> Tensor:

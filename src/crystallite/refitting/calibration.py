@@ -17,7 +17,9 @@ from crystallite.validation.batches import Batch, batches
 __all__ = ["Calibration", "real_rows"]
 
 _LARGEST_BATCH = 256  # samples run at once: bounds the memory that activations take
-_MOST_POSITIONS = 2**17  # tokens, or samples without a time axis; what comes after them is not read
+_POSITIONS = 2**15  # tokens, or samples without a time axis, that layers are fitted on and judged by, at least
+_POSITIONS_PER_INPUT = 16  # of the widest layer
+_MOST_BYTES = 2**28  # of inputs that polishing is trained with
 _HELD_OUT = 0.2
 
 
@@ -27,24 +29,30 @@ class Calibration:
 
     fitted: tuple[Batch, ...]
     held_out: tuple[Batch, ...]
+    more: tuple[Batch, ...] = ()  # that training reads beside those fitted on
 
     @classmethod
-    def read(cls, data: Any) -> Calibration:
+    def read(cls, data: Any, widest: int = 1, training: bool = False) -> Calibration:
         """The batches of an iterable, the last fifth of them (at least one) held out.
 
-        A single batch is cut in two. Reading stops after 131,072 positions, so an endless loader is fine.
+        A single batch is cut in two. Layers are fitted on the first 32,768 positions, or 16 for each input of the
+        widest layer, so that it takes the same time however many there are; training gains from more, and reads up to
+        256 MB. An endless loader is fine.
 
         >>> parts = Calibration.read([torch.zeros(4, 3)] * 10)
         >>> len(parts.fitted), len(parts.held_out)
         (8, 2)
         """
         found: list[Batch] = []
-        positions = 0
+        more: list[Batch] = []
+        positions, size, most = 0, 0, max(_POSITIONS, _POSITIONS_PER_INPUT * widest)
         for batch in batches(data):
-            found += _cut(replace(batch, target=None), _LARGEST_BATCH)
-            positions += _positions(batch)
-            if positions >= _MOST_POSITIONS:
+            enough = positions >= most
+            if enough and (not training or size >= _MOST_BYTES):
                 break
+            (more if enough else found).extend(_cut(replace(batch, target=None), _LARGEST_BATCH))
+            positions += _positions(batch)
+            size += sum(v.nbytes for v in (*batch.positional, *batch.named.values()) if isinstance(v, Tensor))
         if len(found) == 1:
             found = list(_cut(found[0], math.ceil(found[0].size * (1 - _HELD_OUT))))
         if len(found) < 2:
@@ -52,7 +60,7 @@ class Calibration:
                 "calibration: expected at least two samples, one to fit on and one to judge by, got one"
             )
         held_out = max(1, int(len(found) * _HELD_OUT))
-        return cls(tuple(found[:-held_out]), tuple(found[-held_out:]))
+        return cls(tuple(found[:-held_out]), tuple(found[-held_out:]), tuple(more))
 
     @property
     def all(self) -> tuple[Batch, ...]:

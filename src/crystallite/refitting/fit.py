@@ -22,6 +22,7 @@ from crystallite.refitting.calibration import Calibration
 from crystallite.refitting.forms import Form, Shape
 from crystallite.refitting.groups import Hidden, first_samples, hidden_neurons
 from crystallite.refitting.guarantee import cheapest, check_tolerance, sample_losses, set_aside
+from crystallite.refitting.int8_latency import Int8Latency
 from crystallite.refitting.jointly import fit_jointly
 from crystallite.refitting.latency import Latency
 from crystallite.refitting.partitions import best_cells
@@ -44,7 +45,7 @@ from crystallite.validation.outputs import tensors
 
 __all__ = ["fit"]
 
-OBJECTIVES = ("macs", "parameters", "latency")
+OBJECTIVES = ("macs", "parameters", "latency", "int8")
 
 
 def fit(
@@ -78,9 +79,11 @@ def fit(
       like the calibration data; refused where it cannot be shown. `risk`: "deviation", the mean of ‖y′ − y‖ / ‖y‖ (at
       most 1) over samples, or "disagreement", the share of other decisions (argmax). See `refitting/guarantee.py`.
     - `calibration`: batches of inputs as for `validate`; a few times as many samples (or tokens) as the widest layer
-      has inputs. The last fifth judges and is not fitted on. Targets are not used.
-    - `objective`: what the budget is a share of: "macs", multiply-adds; "parameters"; or "latency", the measured time
-      that the layers take for the first batch, on this machine and its threads.
+      has inputs. The last fifth judges and is not fitted on. Of a large set the first 32,768 (more for layers
+      of more than 2,048 inputs) are fitted on; polishing learns from all of it. Targets are not used.
+    - `objective`: what the budget is a share of: "macs", multiply-adds; "parameters"; "latency", the measured time that
+      the layers take for the first batch, on this machine and its threads; or "int8", the time that they take in ONNX
+      Runtime once they are exported with 8-bit weights.
     - `polish_steps`: so many steps of training inside the structure afterwards, to return what the dense model returns;
       the best state by held-out error is kept. `checkpoint`: a folder for its state; called again after an
       interruption, training goes on from there to the result it would have had.
@@ -110,7 +113,8 @@ def fit(
     _check(model, budget, blocks, joint, tolerance, objective, ridge, polish_steps, checkpoint)
     if tolerance is not None:
         check_tolerance(tolerance, confidence, risk)
-    data, aside = Calibration.read(calibration), ()
+    widest = max((p[0].numel() for p in model.parameters() if p.ndim > 1), default=1)
+    data, aside = Calibration.read(calibration, widest, polish_steps > 0), ()
     if tolerance is not None:
         data, aside = set_aside(data, seed)  # type: ignore[assignment]
     work = _Fitting.of(model, data, ridge, seed, targets, ignore, blocks is not None, objective, progress)
@@ -231,8 +235,8 @@ class _Fitting:
     @cached_property
     def price(self) -> Price | None:
         """What the budget counts; None: multiply-adds."""
-        if self.objective == "latency":
-            return Latency(self.session)
+        if self.objective in ("latency", "int8"):
+            return (Latency if self.objective == "latency" else Int8Latency)(self.session, self.hidden[0])
         return parameters(self.curves[0]) if self.objective == "parameters" else None
 
     def reaches(self, budget: float) -> bool:
@@ -256,7 +260,7 @@ class _Fitting:
             if name in recurrent:
                 result = closed(result, name)
             became = describe_forms({part: (forms[part], left[part]) for part in parts}, session)
-            blocks = max(len(forms[part].shape.cells) or 1 for part in parts)
+            blocks = max(forms[part].shape.blocks or 1 for part in parts)
             changes[name] = self._change(name, became, result.get_submodule(name), blocks)
         _check_equal(result, student, session)
         more: dict[str, Any] = {"budget": budget, "objective": self.objective, "fragile": fragile(allocation)}
@@ -328,7 +332,11 @@ class _Fitting:
         session, record = self.session, _record(result)
         checkpoints = None
         if folder is not None:
-            said = {"model": source_sha256(self.model), "steps": steps, "samples": [b.size for b in session.data.all]}
+            said = {
+                "model": source_sha256(self.model),
+                "steps": steps,
+                "samples": [b.size for b in (*session.data.all, *session.data.more)],
+            }
             said |= {name: record.options.get(name) for name in ("budget", "blocks", "joint", "ridge", "seed")}
             said["shapes"] = {name: list(p.shape) for name, p in result.named_parameters()}
             checkpoints = Checkpoints(folder, said)

@@ -1,4 +1,4 @@
-"""What a layer may become: dense, of low rank, blocks, or blocks and a channel of low rank."""
+"""What a layer may become: dense, of low rank, blocks, or blocks joined by a channel of low rank or by hubs."""
 
 from __future__ import annotations
 
@@ -17,28 +17,50 @@ from crystallite.operators.linear import BlockLinear
 __all__ = ["Cells", "Form", "Shape", "approximate", "block_weights", "low_rank_factors"]
 
 _ROUNDS = 4  # of alternating least squares between blocks and the coupling channel
-Cells = tuple[tuple[np.ndarray, np.ndarray], ...]  # (rows, columns) of each block
+Cells = tuple[tuple[np.ndarray, np.ndarray], ...]  # (rows, columns) of each block; a row is in one of them at most
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What a layer shall be: the blocks it keeps and the rank beside them. No blocks and no rank: dense."""
+    """What a layer shall be: the blocks it keeps and the rank beside them. No blocks and no rank: dense.
+
+    Hubs join blocks: a hub input is a column of every cell, and all hub outputs together are one more cell, with all
+    columns. So a layer with hubs is made of blocks that share columns.
+    """
 
     rank: int = 0
     cells: Cells = ()
     draft: bool = False  # any cells of these sizes will do: better ones are looked for when the layer is fitted
+    hubs: tuple[int, int] = (0, 0)  # outputs that read all inputs, inputs that all outputs read
+    triangular: bool = False  # each block also reads what those before it read
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks there are beside the hub outputs."""
+        return len(self.cells) - bool(self.hubs[0])
 
     def macs(self, outputs: int, inputs: int, total: tuple[int, int]) -> int:
-        """Multiply-adds where this many of `total` (outputs, inputs) are left."""
+        """Multiply-adds where this many of `total` (outputs, inputs) are left; at most, as hubs are the last to go."""
         coupling = self.rank * (outputs + inputs)
-        if self.cells:
-            inside = sum(len(rows) * len(columns) for rows, columns in self.cells)
-            return round(inside * outputs * inputs / (total[0] * total[1])) + coupling
-        return coupling if self.rank else outputs * inputs
+        if not self.cells:
+            return coupling if self.rank else outputs * inputs
+        inside = sum(len(rows) * len(columns) for rows, columns in self.cells) - _border(*self.hubs, *total)
+        others = [max(0, left - hubs) for left, hubs in zip((outputs, inputs), self.hubs, strict=True)]
+        before = [max(1, size - hubs) for size, hubs in zip(total, self.hubs, strict=True)]
+        border = _border(outputs - others[0], inputs - others[1], outputs, inputs)
+        return round(inside * others[0] * others[1] / (before[0] * before[1])) + border + coupling
 
     def __str__(self) -> str:
-        names = [f"{len(self.cells)} blocks"] * bool(self.cells) + [f"rank {self.rank}"] * bool(self.rank)
+        names = [f"{self.blocks} {'triangular ' * self.triangular}blocks"] * bool(self.cells)
+        names += [f"rank {self.rank}"] * bool(self.rank)
+        for count, kind in zip(self.hubs, ("output", "input"), strict=True):
+            names += [f"{count} hub {kind}{'s' * (count > 1)}"] * bool(count)
         return " + ".join(names) or "dense"
+
+
+def _border(hub_outputs: int, hub_inputs: int, outputs: int, inputs: int) -> int:
+    """Multiply-adds of hubs."""
+    return hub_outputs * inputs + (outputs - hub_outputs) * hub_inputs
 
 
 @dataclass(frozen=True)
@@ -67,13 +89,16 @@ class Form:
             blocks = self._blocks(self.weight - coupling, rows, columns, bias, own, embedded)
             if self.up is None or self.down is None:
                 return blocks
-            up, down = (self.up, self.down) if embedded else (self.up[rows], self.down[:, columns])
+            up, down = self.up[rows], self.down[:, columns]
+            if embedded:
+                up = torch.zeros_like(self.up).index_copy(0, rows, up)
+                down = torch.zeros_like(self.down).index_copy(1, columns, down)
             return CoupledLinear.from_parts(blocks, up.to(own), down.to(own))
         if self.up is None or self.down is None:
             return _part(self.weight.to(own), bias, rows, columns, embedded)
-        ranks = torch.arange(self.shape.rank)
-        first = _part(self.down.to(own), None, ranks, columns, embedded)
-        return nn.Sequential(first, _part(self.up.to(own), bias, rows, ranks, embedded))
+        ranks, mixed = torch.arange(self.shape.rank), _mixing(self.shape.rank).to(self.down)
+        first = _part((mixed @ self.down).to(own), None, ranks, columns, embedded)
+        return nn.Sequential(first, _part((self.up @ mixed.T).to(own), bias, rows, ranks, embedded))
 
     def _convolution(self, rows: Tensor, columns: Tensor, like: Convolution) -> nn.Module:
         """A convolution, or one to as many channels as the rank and one of single places after it."""
@@ -102,6 +127,15 @@ class Form:
         if not embedded:
             weight, bias = weight[rows][:, columns], None if bias is None else bias[rows]
         return BlockLinear.from_blocks(weight.to(own), bias, kept)
+
+
+def _mixing(size: int) -> Tensor:
+    """An orthogonal matrix: what is handed on in a low rank is mixed, so that no number is much larger than another.
+
+    8-bit integers then have one scale that fits all; the components themselves would fall off by orders of magnitude.
+    """
+    chance = torch.Generator().manual_seed(0)
+    return torch.linalg.qr(torch.randn(size, size, generator=chance, dtype=torch.float64)).Q
 
 
 def _part(weight: Tensor, bias: Tensor | None, rows: Tensor, columns: Tensor, embedded: bool) -> nn.Module:
@@ -164,7 +198,9 @@ def block_weights(weight: Tensor, metric: Tensor, cells: Sequence[tuple[np.ndarr
     found = torch.zeros_like(weight)
     for rows, columns in cells:
         r, c = torch.from_numpy(rows).to(weight.device), torch.from_numpy(columns).to(weight.device)
-        if len(r) and len(c):
+        if len(c) == len(metric):  # nothing is missing
+            found[r] = weight[r]
+        elif len(r) and len(c):
             factor = torch.linalg.cholesky(metric[c][:, c])
             found[r[:, None], c] = torch.cholesky_solve(product[r][:, c].T, factor).T
     return found

@@ -180,7 +180,7 @@ def set_aside(data: Calibration, seed: int) -> tuple[Calibration, tuple[Batch, .
                     where.append(_taken(batch, chosen))
     if not all([*parts, aside]):
         raise InvalidOption(f"calibration: expected samples to fit on and to set aside, got {_samples(data)} in all")
-    return Calibration(tuple(parts[0]), tuple(parts[1])), tuple(aside)
+    return Calibration(tuple(parts[0]), tuple(parts[1]), data.more), tuple(aside)
 
 
 def _samples(data: Calibration) -> int:

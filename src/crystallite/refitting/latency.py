@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -13,13 +13,14 @@ from torch import Tensor
 
 from crystallite.operators.conv import Convolution
 from crystallite.refitting.forms import Form, Shape
+from crystallite.refitting.groups import Hidden
 from crystallite.refitting.places import matrix_of
 from crystallite.refitting.session import Session
 from crystallite.validation.batches import run
 
 __all__ = ["Latency"]
 
-_RUNS = 5  # the best of which counts
+RUNS = 5  # the best of which counts
 
 
 class Latency:
@@ -30,8 +31,10 @@ class Latency:
     once, which is quicker than step by step.
     """
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, groups: Sequence[Hidden] = ()) -> None:
+        """groups: hidden neurons; layers around attention heads keep their sizes outwards."""
         self.session, self.known = session, dict[Any, float]()
+        self.embedded = {name for group in groups if group.heads for name in (*group.writers, group.reader)}
         self.read: dict[str, Tensor] = {}
         with ExitStack() as hooks:
             for name, unit in session.units.items():
@@ -48,26 +51,31 @@ class Latency:
         """Seconds of a layer that has become this shape and has so many outputs and inputs left."""
         module, x = self.session.units[name].module, self.read[name]
         sizes = tuple((len(rows), len(columns)) for rows, columns in shape.cells)
-        key = (type(module), matrix_of(module).shape, x.shape, shape.rank, sizes, outputs, inputs)
+        whole = matrix_of(module).shape
+        embedded = name in self.embedded and (outputs, inputs) != whole
+        key = (type(module), whole, x.shape, shape.rank, sizes, outputs, inputs, embedded)
         if key not in self.known:
-            self.known[key] = self._measured(module, x, shape, outputs, inputs)
+            self.known[key] = self._measured(module, x, shape, outputs, inputs, embedded)
         return self.known[key]
 
-    def _measured(self, module: Any, x: Tensor, shape: Shape, outputs: int, inputs: int) -> float:
+    def _measured(self, module: Any, x: Tensor, shape: Shape, outputs: int, inputs: int, embedded: bool) -> float:
         whole = matrix_of(module).double()
         up, down = (
             (None, None) if not shape.rank else (whole[:, :1].expand(-1, shape.rank), whole[:1].expand(shape.rank, -1))
         )
         form = Form(shape, whole, whole[:, 0], 0.0, up, down)
-        operator = form.operator(torch.arange(outputs), torch.arange(inputs), module).eval()
+        rows, columns = (
+            torch.arange(most - left, most) for most, left in zip(whole.shape, (outputs, inputs), strict=True)
+        )
+        operator = form.operator(rows, columns, module, embedded).eval()
         if isinstance(module, Convolution):
             channels = inputs // math.prod(module.kernel_size)
             x = x.narrow(-1 - len(module.kernel_size), 0, channels)
-        else:
+        elif not embedded:
             x = x[..., :inputs]
         x, best = x.contiguous(), math.inf
         with torch.inference_mode():
-            for _ in range(1 + _RUNS):
+            for _ in range(1 + RUNS):
                 start = time.perf_counter()
                 operator(x)
                 best = min(best, time.perf_counter() - start)

@@ -8,28 +8,16 @@ import numpy as np
 import torch
 from scipy.cluster.hierarchy import leaves_list, linkage
 from scipy.optimize import linear_sum_assignment
-from torch import Tensor
 
 from crystallite.discovery.coclustering import cocluster
 from crystallite.refitting.forms import Cells, block_weights
 from crystallite.refitting.regression import Regression
-from crystallite.structure.decompose import decompose
 
-__all__ = ["best_cells", "own_cells"]
+__all__ = ["best_cells", "triangular_cells"]
 
 _DRAWS = 3  # random partitions of each kind that are tried
 _LARGEST_CLUSTERED = 2**20  # weights of a matrix for which modules are looked for
 _UNEQUAL = 1.25  # blocks found in the layer may need this times the multiply-adds of equal ones
-
-
-def own_cells(weight: Tensor) -> Cells:
-    """The blocks that the nonzeros of a weight already form; none where they are one block.
-
-    >>> [(rows.tolist(), columns.tolist()) for rows, columns in own_cells(torch.eye(2))]
-    [([0], [0]), ([1], [1])]
-    """
-    structure = decompose(weight, name="weight")
-    return tuple(structure.blocks) if structure.n_blocks > 1 else ()
 
 
 def best_cells(regression: Regression, blocks: int, seed: int) -> Cells:
@@ -44,6 +32,34 @@ def best_cells(regression: Regression, blocks: int, seed: int) -> Cells:
     weights = (block_weights(regression.own, regression.metric, cells) for cells in found)
     errors = [regression.error(regression.turned(weight)) for weight in weights]
     return found[int(np.argmin(errors))]
+
+
+def triangular_cells(regression: Regression, groups: int) -> Cells:
+    """Equal groups of hidden units, each of which reads its own states and those of the groups before it.
+
+    Units are sorted by how much more they are heard than they hear, then swapped as long as less is heard against the
+    order: Σ w²·E[h²] over gates, weighed by what these matter. O(hidden²) for each of up to `hidden` swaps.
+    """
+    metric, weight = regression.metric, regression.own
+    units = len(metric)
+    matters = torch.ones_like(weight[:, :1]) if regression.root is None else (regression.root**2).sum(1, keepdim=True)
+    heard = (matters * weight**2 * metric.diagonal()).view(-1, units, units).sum(0).fill_diagonal_(0)  # (by, from)
+    group = torch.empty(units, dtype=torch.int64, device=heard.device)
+    group[(heard.sum(1) - heard.sum(0)).argsort()] = torch.arange(units, device=heard.device) * groups // units
+    for _ in range(units):
+        member = torch.nn.functional.one_hot(group, groups).to(heard)
+        hears, tells = heard @ member, heard.T @ member  # (units, groups)
+        against = hears.sum(1, keepdim=True) - hears.cumsum(1) + tells.cumsum(1) - tells  # if it were in each group
+        moved = against[:, group] - against.gather(1, group[:, None])
+        change = (moved + moved.T + heard + heard.T).masked_fill_(group[:, None] == group, 0)
+        first, second = divmod(int(change.argmin()), units)
+        if change[first, second] > -torch.finfo(torch.float32).eps * heard.sum():
+            break
+        group[[first, second]] = group[[second, first]]
+    order, gates = group.cpu().numpy(), np.arange(len(weight) // units)[:, None] * units
+    return tuple(
+        ((gates + np.flatnonzero(order == number)).ravel(), np.flatnonzero(order <= number)) for number in range(groups)
+    )
 
 
 def _input_labels(regression: Regression, blocks: int, seed: int) -> Iterator[np.ndarray]:

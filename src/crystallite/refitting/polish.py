@@ -26,8 +26,8 @@ from crystallite.validation.outputs import tensors
 __all__ = ["Polish", "polish_"]
 
 _BATCH = 32  # samples of a step
-_RATE = 1e-3  # at the top of the schedule, where weights read up to 40 inputs; lower in proportion to more
-_INPUTS = 40
+_RATE = 1e-3  # at the top of the schedule, where weights read up to 160 inputs; lower in proportion to more
+_INPUTS = 160
 _WARM_UP = 0.1  # share of the steps
 _LOOKS = 10  # how often the held-out error is looked at
 _PATIENCE = 7  # looks without a better one after which training ends: a high rate does harm before it helps
@@ -131,7 +131,8 @@ class _Run:
     def __init__(
         self, model: nn.Module, dense: nn.Module, parameters: dict[str, nn.Parameter], data: Calibration
     ) -> None:
-        self.model, self.dense, self.parameters, self.data = model, dense, parameters, data
+        self.model, self.dense, self.parameters = model, dense, parameters
+        self.batches, self.held_out = data.fitted + data.more, data.held_out
         self.optimizer = torch.optim.Adam(parameters.values(), _RATE)
         self.step, self.idle = 0, 0  # steps taken; looks since the best one
         self.history: list[tuple[int, float]] = []
@@ -139,8 +140,8 @@ class _Run:
 
     def take_step(self, rate: float, seed: int) -> None:
         chance = torch.Generator().manual_seed(seed * 1_000_003 + self.step)
-        sizes = torch.tensor([float(batch.size) for batch in self.data.fitted])
-        batch = self.data.fitted[int(torch.multinomial(sizes, 1, generator=chance))]
+        sizes = torch.tensor([float(batch.size) for batch in self.batches])
+        batch = self.batches[int(torch.multinomial(sizes, 1, generator=chance))]
         start = int(torch.randint(max(batch.size - _BATCH, 0) + 1, (1,), generator=chance))
         some = _window(batch, start)
         for group in self.optimizer.param_groups:
@@ -152,8 +153,7 @@ class _Run:
 
     def look(self) -> None:
         """Compare the state with the best one so far."""
-        held_out = self.data.held_out
-        errors = [damage(run(self.model, batch), run(self.dense, batch), batch) for batch in held_out]
+        errors = [damage(run(self.model, batch), run(self.dense, batch), batch) for batch in self.held_out]
         error = sum(errors) / len(errors)
         better = not self.history or error < min(e for _, e in self.history)
         self.history.append((self.step, error))
@@ -188,7 +188,7 @@ def _rate(parameters: Mapping[str, Tensor]) -> float:
     """At the top of the schedule: a step of each of n weights moves what they sum up to n times.
 
     >>> _rate({"0.weight": torch.ones(4, 10), "0.bias": torch.ones(4)}), _rate({"0.weight": torch.ones(4, 20, 5, 5)})
-    (0.001, 8e-05)
+    (0.001, 0.00032)
     >>> _rate({"0.weights.0": torch.ones(2, 4, 10)})  # blocks of the same size, each (outputs, inputs)
     0.001
     """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,10 +17,12 @@ from crystallite.refitting.allocation import LayerCurve, NeuronCurve, falling
 from crystallite.refitting.forms import Cells, Shape, approximate, low_rank_factors
 from crystallite.refitting.groups import Hidden
 from crystallite.refitting.heads import turn_heads_
+from crystallite.refitting.hubs import own_shape, with_hubs
 from crystallite.refitting.influence import influence
-from crystallite.refitting.partitions import own_cells
+from crystallite.refitting.partitions import triangular_cells
 from crystallite.refitting.places import matrix_of, set_layer_
 from crystallite.refitting.pruning import eliminate
+from crystallite.refitting.recurrent import reads_own_states
 from crystallite.refitting.regression import Regression
 from crystallite.refitting.running import outputs_of
 from crystallite.refitting.session import Session, StageMoments, damage
@@ -32,6 +35,7 @@ _RANKS_ONLY = 64  # of a layer that has no other family
 _SAMPLES = 64  # held-out samples on which the damage at the outputs is measured
 _PROBED = 0.05  # error of the layer at which it is measured
 _BLOCKS = (2, 4, 8)
+_BORDERS = (0.125, 0.5)  # multiply-adds of hubs, as shares of the blocks'
 _PROMISING = 1.5  # blocks with more than this times the error of a low rank as dear are not looked at further
 
 Factors = tuple[Tensor, Tensor]  # (outputs, ranks) and (ranks, inputs), best first
@@ -72,7 +76,7 @@ def probe(
                 factors = low_rank_factors(regression.weight, regression.metric)
                 module = session.units[name].module
                 own = None if isinstance(module, Convolution) or name in session.uncut else matrix_of(module)
-                options = _layer_options(regression, factors, session.seed, own)
+                options = _layer_options(regression, factors, session.seed, own, reads_own_states(session.dense, name))
                 sensitivity = probe_data.sensitivity(name, regression, factors, options, stretch, handed)
                 choices = ((shape, sensitivity * error) for shape, error in options)
                 layers[name] = LayerCurve(size, ((Shape(), 0.0), *choices), session.uses.get(name, 1))
@@ -91,11 +95,11 @@ def _sizes(largest: float, steps: int = _STEPS) -> list[int]:
 
 
 def _layer_options(
-    regression: Regression, factors: Factors, seed: int, own: Tensor | None
+    regression: Regression, factors: Factors, seed: int, own: Tensor | None, of_states: bool
 ) -> list[tuple[Shape, float]]:
     """Shapes of fewer multiply-adds than the dense layer has, each with the layer's held-out error.
 
-    own: the weight of a layer that may be cut into blocks.
+    own: the weight of a layer that may be cut into blocks; of_states: it reads what it writes itself, a step before.
     """
     weight, metric = regression.weight, regression.metric
     outputs, inputs = weight.shape
@@ -108,17 +112,31 @@ def _layer_options(
         found.append((shape, error))
         return error
 
+    def promising(shape: Shape) -> bool:
+        as_dear = max(1, int(shape.macs(outputs, inputs, (outputs, inputs)) / (outputs + inputs)))
+        return add(shape) < _PROMISING * errors[as_dear - 1]
+
+    if of_states:
+        for groups in _BLOCKS:
+            if inputs < 8 * groups or not promising(Shape(0, triangular_cells(regression, groups), triangular=True)):
+                break
     if own is None:
         return found
-    cells = own_cells(own)
-    if cells:
-        add(Shape(0, cells))
+    planted = own_shape(own)
+    if planted is not None:
+        add(planted)
     for blocks in _BLOCKS:
-        if min(outputs, inputs) >= 8 * blocks:
-            cells, as_dear = _any_cells(outputs, inputs, blocks, seed), max(1, int(even / blocks))
-            if add(Shape(0, cells, draft=True)) >= _PROMISING * errors[as_dear - 1]:
-                break
-            add(Shape(max(1, as_dear // 2), cells, draft=True))
+        if min(outputs, inputs) < 8 * blocks:
+            break
+        cells, alone = _any_cells(outputs, inputs, blocks, seed), outputs * inputs / blocks
+        dear = [alone * (1 + border) for border in _BORDERS]
+        joined = promising(replace(with_hubs(regression, cells, dear[-1], rounds=1), draft=True))
+        for macs in dear if joined else ():
+            add(replace(with_hubs(regression, cells, macs), draft=True))
+        if promising(Shape(0, cells, draft=True)):
+            add(Shape(max(1, int(even / blocks) // 2), cells, draft=True))
+        elif not joined:
+            break
     return found
 
 

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from crystallite.description import put_
+from crystallite.operators.linear import BlockLinear
 from crystallite.operators.low_rank_recurrent import LowRankRecurrent, LowRankRecurrentLayer
-from crystallite.operators.recurrent_layer import Steps
+from crystallite.operators.recurrent_layer import BlockRecurrentLayer, Steps
 from crystallite.reorganization.units import Unit
 
 __all__ = ["OpenLayer", "closed", "inner_units", "opened", "reads_own_states", "step_by_step"]
@@ -91,9 +92,16 @@ def opened(model: nn.Module, names: Iterable[str], layer: type[LowRankRecurrentL
 
 
 def closed(model: nn.Module, name: str) -> nn.Module:
-    """The model, in place, with PyTorch's own module where no product of the recurrent one has become smaller."""
+    """The model, in place, with PyTorch's own module where no product of the recurrent one has become smaller.
+
+    Blocks of states become a Frobenius form: what a block hears from others is then one product over all steps.
+    """
     module: Any = model.get_submodule(name)
-    if any(rank for part in module.parts() for rank in part.ranks):
+    for part in module.parts():
+        if isinstance(part.recurrent, BlockLinear):
+            states = part.recurrent
+            part.recurrent = BlockRecurrentLayer.of_states(part.mode, states.weight, states.bias)
+    if any(part.form or any(part.ranks) for part in module.parts()):
         return model
     return put_(model, name, module.to_dense())
 

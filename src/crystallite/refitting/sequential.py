@@ -45,7 +45,8 @@ def fit_layers_(
         here = _Stretch(session, model, stretch, handed, targets, choose)
         for i, stage in enumerate(stages):
             forms |= here.fit_(stage, stages[i + 1][0] if i + 1 < len(stages) else None)
-            if reads_own_states(model, stage[0]) and forms[stage[0]].shape.rank:
+            shape = forms[stage[0]].shape
+            if reads_own_states(model, stage[0]) and (shape.rank or shape.cells):
                 forms |= here.fit_again_(stage, forms[stage[0]])
         handed, dense_handed = session.advance(model, stretch, handed), dense_next
     return forms

@@ -37,7 +37,7 @@ class Session:
     ridge: float
     seed: int
     uses: Mapping[str, int] = field(default_factory=dict)  # of each layer's weight in a call, in proportion
-    uncut: AbstractSet[str] = frozenset()  # layers that are not cut into blocks: those of a recurrent network
+    uncut: AbstractSet[str] = frozenset()  # layers that are not cut into independent blocks: recurrent ones
     roots: dict[str, Tensor] = field(default_factory=dict)  # of layers whose outputs are weighed: see `influence`
 
     @property
