@@ -24,7 +24,7 @@ from benchmarks.timing import show, store
 from crystallite.structure.levels import chain_labels
 from crystallite.upgrading import upgrade
 
-_TEXTS = 8000
+_TEXTS = 40_000
 
 
 class Some:

@@ -25,7 +25,7 @@ from crystallite.artifact import load
 from crystallite.description import put_
 from crystallite.errors import CrystalliteError, InvalidOption
 from crystallite.opening import open_model, open_pretrained
-from crystallite.operators.coupling import BorderedLinear, CoupledLinear
+from crystallite.operators.coupling import CoupledLinear
 from crystallite.operators.linear import BlockLinear
 from crystallite.validation.batches import ROUNDING, Batch, batches, run
 from crystallite.validation.command import read_data
@@ -167,8 +167,8 @@ def _with_plain_layers(model: nn.Module) -> nn.Module:
     model = copy.deepcopy(model)
     for name, module in list(model.named_modules()):
         around = model.get_submodule(name.rpartition(".")[0]) if name else None
-        whole = not isinstance(around, (CoupledLinear, BorderedLinear))
-        if type(module) is BlockLinear and len(module.weights) and whole:
+        whole = not isinstance(around, CoupledLinear)
+        if isinstance(module, BlockLinear) and len(module.weights) and whole:
             moved = sum(len(table) for table in (module.columns, module.outputs) if table is not None)
             spared = module.out_features * module.in_features - sum(stack.numel() for stack in module.weights)
             apart = not name or spared > _MOVED * moved  # a model that is one layer keeps the name of its input

@@ -33,6 +33,20 @@ def test_svd_is_exact_at_the_true_rank(rank):
     assert_close(run(small, some), run(net, some))
 
 
+def test_svd_of_recurrent_networks():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.LSTM(8, 16, num_layers=2, bidirectional=True)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:  # of rank 2
+                parameter.copy_(parameter[:, :2] @ torch.randn(2, parameter.shape[1]))
+    x = batch(5, 3, 8)
+    total = count_macs(model, x)
+    small = decomposed(model, ["0"], x, total * 2 // 3)
+    assert count_macs(small, x) <= total * 2 // 3
+    assert_close(run(small, x)[0], run(model, x)[0])
+
+
 def test_svd_of_convolutions():
     net, some = convolutions(alive=12), batch(3, 2, 6, 6)
     with torch.no_grad():

@@ -1,10 +1,12 @@
 """LoRA adapters on layers of blocks."""
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import crystallite as cx
+from crystallite.structure.hubs import BorderedStructure
 from crystallite.upgrading.lora import lora_for_blocks
 from tests.operators.tolerance import assert_close
 
@@ -20,13 +22,38 @@ class Net(nn.Module):
         return self.head(torch.relu(self.layer(x)))
 
 
-@pytest.fixture
-def blocks():
-    """Two blocks of different sizes, scrambled, with a dormant output and an input that nobody reads."""
+def plain(weight, bias):
+    found = cx.decompose(weight)
+    return cx.BlockLinear.from_dense(weight, bias, found), found.blocks
+
+
+def coupled(weight, bias):
+    """The coupling is no part of what an adapter changes."""
+    layer, parts = plain(weight, bias)
+    return cx.CoupledLinear.from_parts(layer, torch.randn(10, 2), torch.randn(2, 8)), parts
+
+
+def bordered(weight, bias):
+    """An output that reads everything, and an input that everything reads."""
+    weight[3], weight[:, 5] = torch.randn(8), torch.randn(10)
+    inner = weight.clone()
+    inner[3], inner[:, 5] = 0, 0
+    found = BorderedStructure(np.array([3]), np.array([5]), cx.decompose(inner), True)
+    parts = [(rows, np.append(columns, 5)) for rows, columns in found.structure.blocks]
+    return cx.BorderedLinear.from_dense(weight, bias, found), [*parts, (np.array([3]), np.arange(8))]
+
+
+@pytest.fixture(params=[plain, coupled, bordered])
+def blocks(request):
+    """Two blocks of different sizes, scrambled, with a dormant output and an input that nobody reads.
+
+    The layer, where it has weights that adapters may change, and the parts of that, each of which gets its own rank.
+    """
     torch.manual_seed(0)
     rows, columns = torch.tensor([0, 1, 0, 0, 1, 2, 1, 0, 0, 1]), torch.tensor([1, 0, 0, 1, 3, 0, 1, 0])
     weight = torch.randn(10, 8) * (rows[:, None] == columns)
-    return cx.BlockLinear.from_dense(weight, torch.randn(10), cx.decompose(weight)), weight != 0
+    layer, parts = request.param(weight, torch.randn(10))
+    return layer, weight != 0, parts
 
 
 def adapted(layer):
@@ -47,7 +74,7 @@ def trained(model, x, y):
 
 
 def test_an_adapter_trains_and_merges_inside_the_blocks(blocks):
-    layer, mask = blocks
+    layer, mask, parts = blocks
     before = layer.weight.detach().clone()
     model, x, y = adapted(layer), torch.randn(5, 20, 8), torch.randn(5, 20, 3)
     assert {n.split(".")[-3] for n, p in model.named_parameters() if p.requires_grad} == {"lora_A", "lora_B"}
@@ -56,17 +83,17 @@ def test_an_adapter_trains_and_merges_inside_the_blocks(blocks):
     assert torch.equal(layer.weight, before)  # blocks are frozen
     expected = model(x)
     merged = model.merge_and_unload()
-    assert type(merged.layer) is cx.BlockLinear
+    assert merged.layer is layer
     assert_close(merged(x), expected)
-    assert not merged.layer.weight[~mask].any()
-    change = merged.layer.weight - before
+    change = (merged.layer.weight - before).detach()
+    assert not change[~mask].any()
     assert change[mask].all()
-    for rows, columns in cx.decompose(before).blocks:
+    for rows, columns in parts:
         assert torch.linalg.matrix_rank(change[rows][:, columns], rtol=1e-4) <= 2
 
 
 def test_adapters_can_be_taken_out_and_switched_off(blocks):
-    layer, _ = blocks
+    layer, *_ = blocks
     model, x, y = adapted(layer), torch.randn(20, 8), torch.randn(20, 3)
     plain = model(x)  # an adapter starts as nothing
     trained(model, x, y)
@@ -82,7 +109,7 @@ def test_adapters_can_be_taken_out_and_switched_off(blocks):
 
 
 def test_adapters_are_saved_and_loaded(blocks, tmp_path):
-    layer, _ = blocks
+    layer, *_ = blocks
     model, x = adapted(layer), torch.randn(20, 8)
     trained(model, x, torch.randn(20, 3))
     expected = model(x)

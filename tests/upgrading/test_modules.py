@@ -18,10 +18,13 @@ def heads(logits, labels):
 
 
 class Pairs:
-    """Digits side by side, drawn anew every time."""
+    """Digits side by side, drawn anew every time.
 
-    def __init__(self, k, order, part):
-        self.k, self.order, self.part = k, order, part
+    shared: pixels at the end of a digit that lie on the first ones of the next; repeated: how often all are the same.
+    """
+
+    def __init__(self, k, order, part, shared=0, repeated=0.0):
+        self.k, self.order, self.part, self.shared, self.repeated = k, order, part, shared, repeated
 
     def __iter__(self):
         for _ in range(40):
@@ -30,7 +33,12 @@ class Pairs:
     def draw(self, samples):
         images, labels = digits()
         index = self.part[torch.randint(len(self.part), (samples, self.k))]
-        return images[index].flatten(1)[:, self.order], labels[index]
+        index = torch.where(torch.rand(samples, 1) < self.repeated, index[:, :1], index)
+        x = torch.zeros(samples, len(self.order))
+        for task in range(self.k):
+            start = task * (64 - self.shared)
+            x[:, start : start + 64] += images[index[:, task]].flatten(1)
+        return x[:, self.order], labels[index]
 
 
 def train(model, data, epochs, rate=2e-3):
@@ -66,6 +74,23 @@ def test_every_head_of_the_split_network_is_as_good_as_dense(k):
     assert len(parts.parts) == k
     for task, outputs in enumerate(parts.outputs):
         assert set((outputs // 10).tolist()) == {task}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("shared", "repeated"), [(16, 0.0), (0, 0.25), (0, 0.5)])
+def test_tasks_may_overlap_or_agree(shared, repeated):
+    """A pixel of both tasks can be in one block only, and images that agree help only who sees both: within a point."""
+    torch.manual_seed(0)
+    order, index = torch.randperm(128 - shared), torch.randperm(len(digits()[0]))
+    data, test = (Pairs(2, order, part, shared, repeated) for part in (index[:1400], index[1400:]))
+    net = train(mlp(128 - shared, 20, 96), data, 8)
+    found = cx.discover(net, data.draw(1500)[0])
+    assert found.outputs.tolist() == [0] * 10 + [1] * 10
+    small = upgrade(net, modules=found, data=data, loss=heads, epochs=10)
+    dense = train(net, data, 10)
+    x, y = test.draw(4000)
+    assert (accuracies(small, x, y) >= accuracies(dense, x, y) - 0.01).all()
+    assert len(cx.subnetworks(small).parts) == 2
 
 
 def planted(seed=0):

@@ -185,7 +185,7 @@ def makers(
         "magnitude": lambda: pruned(dense, known(), few, limit),
         "Wanda score": wanda,
         "Torch-Pruning": by_graph,
-        "SVD": partial(decomposed, dense, names, few, limit),
+        "SVD": partial(decomposed, dense, find_layers(dense, targets, ignore, recurrent=True), few, limit),
         "random blocks": partial(random_blocks, dense, names, few, limit, seed),
         "ONNX Runtime fp32": partial(InOnnxRuntime, dense, few),
         "ONNX Runtime int8": partial(InOnnxRuntime, dense, few, int8=True),

@@ -21,9 +21,11 @@ _HALVINGS = 8  # of the share that is kept
 
 
 def find_layers(
-    model: nn.Module, targets: str | Sequence[str] = ("*",), ignore: str | Sequence[str] = ()
+    model: nn.Module, targets: str | Sequence[str] = ("*",), ignore: str | Sequence[str] = (), recurrent: bool = False
 ) -> tuple[str, ...]:
     """Names of the linear layers and ungrouped convolutions that match, in the order of the model; tied ones do not.
+
+    recurrent: also those of recurrent networks.
 
     >>> find_layers(nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU(), nn.Flatten(), nn.Linear(8, 2)), ignore="3")
     ('0',)
@@ -32,7 +34,12 @@ def find_layers(
     return tuple(
         unit.name
         for unit in find_units(model, *patterns)
-        if not unit.reason and (isinstance(unit.module, nn.Linear) or getattr(unit.module, "groups", 0) == 1)
+        if not unit.reason
+        and (
+            isinstance(unit.module, nn.Linear)
+            or getattr(unit.module, "groups", 0) == 1
+            or (recurrent and unit.kind == "recurrent")
+        )
     )
 
 

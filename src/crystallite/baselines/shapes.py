@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from crystallite.baselines.layers import largest
 from crystallite.errors import InvalidOption
 from crystallite.operators.linear import BlockLinear
+from crystallite.refitting.recurrent import opened
 from crystallite.validation.batches import Batch
 from crystallite.validation.cost import count_macs
 
@@ -24,6 +25,8 @@ _SLACK = 1.03  # otherwise halves would be thirds beside a model that was fitted
 def decomposed(model: nn.Module, names: Sequence[str], batch: Batch, limit: int) -> nn.Module:
     """Every layer as two by the SVD of its weight, each with the same share of its multiply-adds.
 
+    The products of recurrent networks with inputs and with states, each of all gates at once, are layers too.
+
     >>> net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     >>> decomposed(net, ["0", "1"], Batch(0, 1, (torch.zeros(1, 8),)), 64)[0]
     Sequential(
@@ -31,6 +34,11 @@ def decomposed(model: nn.Module, names: Sequence[str], batch: Batch, limit: int)
       (1): Linear(in_features=2, out_features=8, bias=True)
     )
     """
+    recurrent = [name for name in names if isinstance(model.get_submodule(name), nn.RNNBase)]
+    model = opened(copy.deepcopy(model), recurrent)
+    inner = [f"{name}.layers.{i}" for name in recurrent for i in range(len(model.get_submodule(name).layers))]  # type: ignore[arg-type]
+    names = [name for name in names if name not in recurrent]
+    names += [f"{layer}.{product}" for layer in inner for product in ("input", "recurrent")]
     factors = {
         name: torch.linalg.svd(model.get_submodule(name).get_parameter("weight").detach().flatten(1), False)
         for name in names

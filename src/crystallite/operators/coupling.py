@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -18,62 +17,7 @@ from crystallite.structure.hubs import BorderedStructure
 __all__ = ["BorderedLinear", "CoupledLinear"]
 
 
-class _Coupled(nn.Module, ABC):
-    """What both couplings share: blocks that also hold the bias, and the interface of `nn.Linear`."""
-
-    def __init__(self, blocks: BlockLinear) -> None:
-        super().__init__()
-        self.blocks = blocks
-
-    @property
-    def in_features(self) -> int:
-        return self.blocks.in_features
-
-    @property
-    def out_features(self) -> int:
-        return self.blocks.out_features
-
-    @property
-    def bias(self) -> nn.Parameter | None:
-        return self.blocks.bias
-
-    @property
-    def n_blocks(self) -> int:
-        return self.blocks.n_blocks
-
-    @property
-    def macs(self) -> int:
-        """Multiply-accumulates per input vector."""
-        return self.blocks.macs + self._coupling_macs
-
-    @property
-    @abstractmethod
-    def _coupling_macs(self) -> int: ...
-
-    @property
-    @abstractmethod
-    def weight(self) -> Tensor: ...
-
-    def to_dense(self) -> nn.Linear:
-        """The layer as one `nn.Linear`."""
-        with torch.no_grad():
-            weight = self.weight
-            dense = nn.Linear(self.in_features, self.out_features, self.bias is not None, weight.device, weight.dtype)
-            dense.weight.copy_(weight)
-            if self.bias is not None:
-                dense.bias.copy_(self.bias)
-        return dense
-
-    @abstractmethod
-    def extra_repr(self) -> str: ...
-
-    def __repr__(self) -> str:
-        size = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
-        cost = f"{self.macs} of {self.in_features * self.out_features} multiply-adds"
-        return f"{type(self).__name__}({size}, blocks={self.n_blocks}, {self.extra_repr()}, {cost})"
-
-
-class CoupledLinear(_Coupled):
+class CoupledLinear(nn.Module):
     """y = Bx + U(Vx) + b: independent blocks B, and a channel of rank r through which they hear of each other.
 
     >>> from crystallite import decompose
@@ -86,7 +30,8 @@ class CoupledLinear(_Coupled):
     """
 
     def __init__(self, blocks: BlockLinear, up: Tensor, down: Tensor) -> None:
-        super().__init__(blocks)
+        super().__init__()
+        self.blocks = blocks  # which also hold the bias
         self.up = nn.Parameter(up)  # (out_features, rank)
         self.down = nn.Parameter(down)  # (rank, in_features)
 
@@ -120,116 +65,119 @@ class CoupledLinear(_Coupled):
         return {}
 
     @property
+    def in_features(self) -> int:
+        return self.blocks.in_features
+
+    @property
+    def out_features(self) -> int:
+        return self.blocks.out_features
+
+    @property
+    def bias(self) -> nn.Parameter | None:
+        return self.blocks.bias
+
+    @property
+    def n_blocks(self) -> int:
+        return self.blocks.n_blocks
+
+    @property
     def rank(self) -> int:
         return self.up.shape[1]
 
     @property
-    def _coupling_macs(self) -> int:
-        return self.up.numel() + self.down.numel()
+    def macs(self) -> int:
+        """Multiply-accumulates per input vector."""
+        return self.blocks.macs + self.up.numel() + self.down.numel()
 
     @property
     def weight(self) -> Tensor:
         """B + UV, built when asked; gradients flow back to the parts."""
         return self.blocks.weight.to(self.up) + self.up @ self.down
 
+    def to_dense(self) -> nn.Linear:
+        """The layer as one `nn.Linear`."""
+        with torch.no_grad():
+            weight = self.weight
+            dense = nn.Linear(self.in_features, self.out_features, self.bias is not None, weight.device, weight.dtype)
+            dense.weight.copy_(weight)
+            if self.bias is not None:
+                dense.bias.copy_(self.bias)
+        return dense
+
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.blocks(x)
         return y + F.linear(F.linear(x, self.down), self.up)
 
-    def extra_repr(self) -> str:
-        return f"rank={self.rank}"
+    def __repr__(self) -> str:
+        size = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+        cost = f"{self.macs} of {self.in_features * self.out_features} multiply-adds"
+        return f"CoupledLinear({size}, blocks={self.n_blocks}, rank={self.rank}, {cost})"
 
 
-class BorderedLinear(_Coupled):
-    """y = Wx + b for a matrix of blocks once its hubs are set aside: hub rows and hub columns run as dense borders.
+class BorderedLinear(BlockLinear):
+    """y = Wx + b for a matrix of blocks once its hubs are set aside.
 
-    A hub row reads all inputs, a hub column reaches all outputs; where both meet, the row holds the weight.
+    A hub column reaches all outputs, so every block reads it too; hub rows read all inputs, and are one more block.
 
     >>> from crystallite import hubs
     >>> w = torch.zeros(7, 6)
     >>> w[:3, :3] = w[3:6, 3:] = w[6] = 1
     >>> layer = BorderedLinear.from_dense(w, None, hubs(w))
     >>> layer
-    BorderedLinear(in_features=6, out_features=7, bias=False, blocks=2, hubs=1 row + 0 columns, 24 of 42 multiply-adds)
+    BorderedLinear(in_features=6, out_features=7, bias=False, blocks=2, 24 of 42 multiply-adds, hubs=1 row + 0 columns)
     >>> layer(torch.ones(6)).tolist()
     [3.0, 3.0, 3.0, 3.0, 3.0, 3.0, 6.0]
     >>> torch.equal(layer.to_dense().weight, w)
     True
     """
 
-    hubs: Tensor  # (hub columns,) their input positions
-    outputs: Tensor  # (out_features,) place of each output among the border's: the others first, then the hub rows
-
-    def __init__(self, blocks: BlockLinear, rows: Tensor, columns: Tensor, hubs: Tensor, outputs: Tensor) -> None:
-        super().__init__(blocks)
-        self.rows = nn.Parameter(rows)  # (hub rows, in_features)
-        self.columns = nn.Parameter(columns)  # (out_features − hub rows, hub columns)
-        self.register_buffer("hubs", hubs)
-        self.register_buffer("outputs", outputs)
+    inner = 0  # blocks inside the border
+    hub_rows = 0
+    hub_columns = 0
 
     @classmethod
-    def from_dense(cls, weight: Tensor, bias: Tensor | None, bordered: BorderedStructure) -> BorderedLinear:
+    def from_dense(cls, weight: Tensor, bias: Tensor | None, bordered: BorderedStructure) -> BorderedLinear:  # type: ignore[override]
         """The blocks and the border of a weight matrix; what lies outside both is dropped."""
-        structure = bordered.structure
-        for side, hubs, block in (
-            ("row", bordered.hub_rows, structure.row_block),
-            ("column", bordered.hub_cols, structure.col_block),
-        ):
+        inner, rows, columns = bordered.structure, bordered.hub_rows, bordered.hub_cols
+        if tuple(weight.shape) != inner.shape:
+            raise InvalidMatrix(
+                f"weight: expected shape {inner.shape}, as the structure has, got {tuple(weight.shape)}"
+            )
+        for side, hubs, block in (("row", rows, inner.row_block), ("column", columns, inner.col_block)):
             inside = hubs[block[hubs] >= 0]
             if len(inside):  # its weights would count twice
                 raise InvalidMatrix(f"bordered: hub {side} {inside[0]} must be dormant in the inner structure")
-        blocks = BlockLinear.from_dense(weight, bias, structure)
-        others = np.setdiff1d(np.arange(blocks.out_features), bordered.hub_rows)
-        order = np.concatenate([others, bordered.hub_rows])
-        hub_columns = torch.from_numpy(bordered.hub_cols.copy())
-        rows = weight.detach()[torch.from_numpy(bordered.hub_rows.copy())]
-        columns = weight.detach()[torch.from_numpy(others)][:, hub_columns]
-        outputs = torch.from_numpy(np.argsort(order, kind="stable"))
-        return cls(blocks, rows, columns, hub_columns.to(weight.device), outputs.to(weight.device))
+        cells = [(own, np.union1d(read, columns)) for own, read in inner.blocks]
+        alone = np.setdiff1d(np.flatnonzero(inner.row_block < 0), rows)  # rows that hear of hubs only
+        cells += [(some, read) for some, read in ((alone, columns), (rows, np.arange(weight.shape[1]))) if len(some)]
+        layer = cls.from_blocks(weight, bias, cells)
+        assert isinstance(layer, BorderedLinear)
+        layer.inner, layer.hub_rows, layer.hub_columns = inner.n_blocks, len(rows), len(columns)
+        return layer
 
     def describe(self) -> dict[str, Any]:
-        """The blocks and the number of hubs, without weights and tables."""
-        return {"blocks": self.blocks, "hub_rows": len(self.rows), "hub_columns": len(self.hubs)}
+        """The blocks, and how many of their rows and columns are hubs."""
+        hubs = {"inner": self.inner, "hub_rows": self.hub_rows, "hub_columns": self.hub_columns}
+        return {**super().describe(), **hubs}
 
     @classmethod
-    def from_description(cls, description: dict[str, Any]) -> BorderedLinear:
-        """A layer of these sizes, not filled."""
-        blocks, rows, columns = (description[name] for name in ("blocks", "hub_rows", "hub_columns"))
-        return cls(
-            blocks,
-            torch.empty(rows, blocks.in_features),
-            torch.empty(blocks.out_features - rows, columns),
-            torch.empty(columns, dtype=torch.int64),
-            torch.empty(blocks.out_features, dtype=torch.int64),
-        )
+    def from_description(cls, description: dict[str, Any]) -> Self:
+        """A layer of that shape whose tensors are not filled."""
+        layer = super().from_description(description)
+        for name in ("inner", "hub_rows", "hub_columns"):
+            setattr(layer, name, int(description[name]))
+        return layer
 
-    def index_limits(self) -> dict[str, int]:
-        """What the entries of each index table must stay below; the blocks know the limits of their own."""
-        return {"hubs": self.in_features, "outputs": self.out_features}
+    @property
+    def n_blocks(self) -> int:
+        """Blocks inside the border."""
+        return self.inner
 
     @property
     def n_hubs(self) -> int:
-        return len(self.rows) + len(self.hubs)
-
-    @property
-    def _coupling_macs(self) -> int:
-        return self.rows.numel() + self.columns.numel()
-
-    @property
-    def weight(self) -> Tensor:
-        """The dense weight these parts stand for, built when asked; gradients flow back to the parts."""
-        order = torch.argsort(self.outputs)
-        others, hub_rows = order[: len(self.columns)], order[len(self.columns) :]
-        with_columns = self.blocks.weight.to(self.rows).index_put((others[:, None], self.hubs[None, :]), self.columns)
-        return with_columns.index_put((hub_rows,), self.rows)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.blocks(x)
-        border = F.linear(x.index_select(-1, self.hubs), self.columns)
-        if len(self.rows):
-            border = torch.cat([border, F.linear(x, self.rows)], -1).index_select(-1, self.outputs)
-        return y + border
+        return self.hub_rows + self.hub_columns
 
     def extra_repr(self) -> str:
-        r, c = len(self.rows), len(self.hubs)
-        return f"hubs={r} row{'s' * (r != 1)} + {c} column{'s' * (c != 1)}"
+        rows, columns = self.hub_rows, self.hub_columns
+        hubs = f"{rows} row{'s' * (rows != 1)} + {columns} column{'s' * (columns != 1)}"
+        return f"{super().extra_repr()}, hubs={hubs}"

@@ -16,6 +16,7 @@ from crystallite.structure.hubs import hubs
 __all__ = ["own_shape", "with_hubs"]
 
 _ROUNDS = 4
+_FULL = 0.9  # of the weights nonzero: no blocks worth looking for
 
 Sides = tuple[np.ndarray, np.ndarray]  # of outputs and of inputs
 
@@ -29,6 +30,8 @@ def own_shape(weight: Tensor) -> Shape | None:
     >>> print(own_shape(weight))
     2 blocks + 1 hub output
     """
+    if torch.count_nonzero(weight) > _FULL * weight.numel():
+        return None
     structure = decompose(weight, name="weight")
     if structure.n_blocks > 1:
         return Shape(0, tuple(structure.blocks))

@@ -3,7 +3,7 @@
 ```
 trained model, batches
   └─ partition.py         chains of weights that share hidden neurons; a label for every neuron, k labels
-                          (modules.py: those of the functional modules that were found)
+                          (regions.py: inputs that vary together; modules.py: functional modules that were found)
        └─ scale.py             hidden neurons in balanced units, so that a bound on weights means something
             └─ refit.py             blocks fitted by least squares to what the dense layers compute
                  └─ straight_through.py  the Neyman test inside the forward pass, its threshold rising to the null's
@@ -21,6 +21,7 @@ The package is named after a thing, so that `upgrade` stays a function.
 
 from crystallite.upgrading.lora import lora_for_blocks
 from crystallite.upgrading.partition import Chain, Partition, find_chains, random_partition, spread_partition
+from crystallite.upgrading.regions import region_partition
 from crystallite.upgrading.transfer import to_blocks, to_dense, transfer_optimizer
 from crystallite.upgrading.update import mask_gradients, redistribute, updated
 from crystallite.upgrading.upgrade import Upgrading, upgrade
@@ -34,6 +35,7 @@ __all__ = [
     "mask_gradients",
     "random_partition",
     "redistribute",
+    "region_partition",
     "spread_partition",
     "to_blocks",
     "to_dense",

@@ -74,7 +74,9 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--learning-rate", type=float, default=5e-3, help="at the start; falls to 0 (default: 0.005)")
     parser.add_argument("--batch", type=int, default=128, metavar="N", help="samples at once (default: 128)")
     parser.add_argument("--level", type=float, default=0.001, help="of the Neyman test (default: 0.001)")
-    parser.add_argument("--partition", choices=["spread", "random"], default="spread", help="of neurons to blocks")
+    parser.add_argument(
+        "--partition", choices=["auto", "regions", "spread", "random"], default="auto", help="of neurons to blocks"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--checkpoint", type=Path, metavar="FOLDER", help="keep the state of the run here")
     parser.add_argument("--targets", action="append", metavar="PATTERN", help="only layers whose name matches")

@@ -54,6 +54,11 @@ class Chain:
         """How often the groups of a layer stand along its rows and columns."""
         return self.tiles.get(layer, (1, 1))
 
+    @property
+    def read_on(self) -> bool:
+        """Whether layers that are not in the chain read what its last one writes, and nothing else does."""
+        return self.writes[self.layers[-1]].startswith("hidden")
+
     def __repr__(self) -> str:
         return f"Chain({' → '.join(self.layers)}: {', '.join(f'{n} {s}' for n, s in self.sizes.items())})"
 
@@ -188,8 +193,9 @@ def own_neurons(model: nn.Module, spaces: Spaces, kinds: tuple[type, ...]) -> se
 def random_partition(chains: Sequence[Chain], blocks: int, seed: int = 0) -> Partition:
     """Every group of neurons shared out at random to blocks of equal size (±1).
 
-    Fitted and trained afterwards, a random partition ends as good as a chosen one, unless the network has modules of
-    its own; pass those as a `Partition`.
+    Fitted and trained afterwards, hidden neurons shared out at random end as good as chosen ones, unless the network
+    has modules of its own; pass those as a `Partition`. Which inputs a block sees does matter: see `spread_partition`
+    and `region_partition`.
 
     >>> chains = find_chains(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)))
     >>> int(random_partition(chains, 2).mask("0").sum())

@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from crystallite.errors import InvalidOption
 from crystallite.upgrading.checkpoint import Checkpoints, State
+from crystallite.upgrading.readouts import Readouts
 from crystallite.upgrading.running import call, device_of, moved, real_positions
 from crystallite.upgrading.straight_through import Gate
 from crystallite.upgrading.weights import weight_of
@@ -31,7 +32,7 @@ class Epoch:
     """What one epoch came to."""
 
     epoch: int
-    loss: float  # mean over its batches
+    loss: float  # mean over its batches, without what blocks alone lose
     metric: float | None
     threshold: float  # at its end, as a share of the final one
     acting: float  # share of the weights inside blocks that reach it
@@ -48,6 +49,7 @@ class Schedule:
     epochs: int
     learning_rate: float
     rise: float = 0.4  # share of the steps after which the threshold is the final one
+    block_loss: float = 0.0  # weight of the mean loss of what blocks alone would say
 
     def at(self, step: int, total: int) -> tuple[float, float]:
         """The learning rate, and the threshold as a share of the final one."""
@@ -58,10 +60,16 @@ class _Run:
     """A model while it is trained: all that changes is in `state`."""
 
     def __init__(
-        self, model: nn.Module, schedule: Schedule, gates: Mapping[str, Gate], thresholds: Mapping[str, float]
+        self,
+        model: nn.Module,
+        schedule: Schedule,
+        gates: Mapping[str, Gate],
+        thresholds: Mapping[str, float],
+        readouts: Readouts | None,
     ):
         self.model, self.schedule, self.gates, self.thresholds = model, schedule, gates, thresholds
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.readouts: nn.Module = nn.Identity() if readouts is None else readouts
+        self.parameters = [p for m in (model, self.readouts) for p in m.parameters() if p.requires_grad]
         self.optimizer = torch.optim.Adam(self.parameters, schedule.learning_rate)
         self.step, self.sum = 0, 0.0  # steps taken, loss of this epoch so far
         self.history: list[Epoch] = []
@@ -76,13 +84,16 @@ class _Run:
 
     def state(self) -> State:
         tensors = {f"model.{name}": value for name, value in self.model.state_dict().items()}
+        tensors |= {f"readouts.{name}": value for name, value in self.readouts.state_dict().items()}
         for i, state in self.optimizer.state_dict()["state"].items():
             tensors |= {f"optimizer.{i}.{name}": value for name, value in state.items()}
         tensors["random"] = torch.get_rng_state()
         return State(tensors, {"step": self.step, "sum": self.sum, "history": [asdict(e) for e in self.history]})
 
     def load(self, state: State) -> None:
-        self.model.load_state_dict({name[6:]: t for name, t in state.tensors.items() if name.startswith("model.")})
+        for module, kind in ((self.model, "model."), (self.readouts, "readouts.")):
+            own = {name.removeprefix(kind): t for name, t in state.tensors.items() if name.startswith(kind)}
+            module.load_state_dict(own)
         moments: dict[int, dict[str, Tensor]] = {}
         for name, tensor in state.tensors.items():
             if name.startswith("optimizer."):
@@ -105,20 +116,22 @@ def train_(
     loss: Loss | None,
     metric: Metric | None,
     schedule: Schedule,
+    readouts: Readouts | None,
     seed: int,
     checkpoints: Checkpoints | None,
     progress: bool,
 ) -> list[Epoch]:
     """Train the model in place, by a loss or without labels by likeness to the dense model; returns the history.
 
-    gates, thresholds: of the layers that separate; ends: the last module of each chain, compared without labels.
+    gates, thresholds: of the layers that separate; ends: the last module of each chain, compared without labels;
+    readouts: of what blocks alone would say, which has the same loss.
     Batches come in the same order for the same seed, if their order depends on nothing but PyTorch's random numbers,
     which are seeded here.
     Without labels the model runs in evaluation mode: dropout would be noise in what is to be matched.
     """
     length = sum(1 for _ in batches(data))
     total = length * schedule.epochs
-    run = _Run(model, schedule, gates, thresholds)
+    run = _Run(model, schedule, gates, thresholds, readouts)
     saved = None if checkpoints is None else checkpoints.latest()
     if saved is not None:
         run.load(saved)
@@ -128,9 +141,13 @@ def train_(
         for batch in _rest(data, seed * 1_000_003 + epoch, length, run.step % length):
             model.train(loss is not None)
             share = run.set_time(run.step, total)
-            error = _similarity(model, dense, ends, batch) if loss is None else _loss(model, loss, batch)
+            alone = torch.zeros(())
+            if loss is None:
+                error = _similarity(model, dense, ends, batch)
+            else:
+                error, alone = _loss(model, loss, readouts, batch)
             run.optimizer.zero_grad()
-            error.backward()
+            (error + schedule.block_loss * alone).backward()
             run.optimizer.step()
             run.step, run.sum = run.step + 1, run.sum + float(error.detach())
             bar.update()
@@ -165,10 +182,15 @@ def _rest(data: Any, seed: int, length: int, done: int) -> Iterator[Batch]:
         raise InvalidOption(f"data: expected {length} batches in every epoch, got {number + 1}")
 
 
-def _loss(model: nn.Module, loss: Loss, batch: Batch) -> Tensor:
+def _loss(model: nn.Module, loss: Loss, readouts: Readouts | None, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Of the model, and on average of what its blocks alone say."""
     if batch.target is None:
         raise InvalidOption("data: a loss needs batches (inputs, target); pass loss=None to match the dense model")
-    return loss(call(model, batch), moved(batch.target, device_of(model)))
+    target = moved(batch.target, device_of(model))
+    with _watched(model, [] if readouts is None else [readouts.layer]) as found:
+        error = loss(call(model, batch), target)
+    said = [] if readouts is None else [loss(one, target) for one in readouts(found[readouts.layer])]
+    return error, torch.stack(said).mean() if said else torch.zeros_like(error)
 
 
 def _similarity(model: nn.Module, dense: nn.Module, ends: Sequence[str], batch: Batch) -> Tensor:

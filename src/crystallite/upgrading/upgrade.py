@@ -31,7 +31,9 @@ from crystallite.upgrading.partition import (
     random_partition,
     spread_partition,
 )
+from crystallite.upgrading.readouts import readouts_for
 from crystallite.upgrading.refit import refit_, seen
+from crystallite.upgrading.regions import region_partition
 from crystallite.upgrading.running import call
 from crystallite.upgrading.scale import balance_
 from crystallite.upgrading.straight_through import attach_, harden_
@@ -94,11 +96,12 @@ def upgrade(
     metric: Metric | None = None,
     epochs: int = 5,
     learning_rate: float = 5e-3,
+    block_loss: float | None = None,
     null: str | nulls.Null | Mapping[str, nulls.Null] = "init",
     level: float = 0.001,
     targets: str | Sequence[str] | None = None,
     ignore: str | Sequence[str] = (),
-    partition: Partition | str = "spread",
+    partition: Partition | str = "auto",
     seed: int = 0,
     checkpoint: str | os.PathLike[str] | None = None,
     progress: bool = False,
@@ -114,6 +117,9 @@ def upgrade(
     - `data`: batches that can be gone through again and again, as a `DataLoader`; (inputs, target) where there is a
       loss. Their order follows `seed` where it depends on PyTorch's random numbers.
     - `loss`: loss(output, target). None: no labels; the model learns to return what the dense one returns.
+    - `block_loss`: weight of a second loss, the mean over blocks of what each alone would lose by a linear readout of
+      its own to the whole output. None: 1 for blocks that are made, where there is a loss and one chain of linear
+      layers leads to one vector per sample; else 0. Readouts are trained along and then thrown away.
     - `metric`: called with the model in evaluation mode after every epoch, for the history.
     - `null`: "init" for what each layer was initialised from (`nulls.for_module`), one null, or a dict by parameter
       name. If the model was trained with weight decay pass the nulls `shrunk` by it.
@@ -122,8 +128,9 @@ def upgrade(
       feed-forward pairs of transformers, stacks of convolutions (blocks of channels); and recurrent networks (blocks of
       hidden units, each reading inputs of its own). The last layer of a classifier is among them; ignore it if every
       output may read every block, and the first convolution if images have fewer channels than there are blocks.
-    - `partition`: which neuron goes to which block. "spread" gives every block inputs of all kinds; "random"; or a
-      `Partition`.
+    - `partition`: which neuron goes to which block. "regions" keeps inputs together that vary together, "spread" gives
+      every block inputs of all kinds; "auto" takes regions where a layer that is not separated reads all blocks, and
+      spreads inputs where an output can read one block only. Also "random", or a `Partition`.
     - `checkpoint`: a folder for the state of the run; called again after an interruption, the run goes on from there
       to the result it would have had.
 
@@ -141,13 +148,14 @@ def upgrade(
     (2, 40)
     """
     made = partition if isinstance(partition, Partition) and blocks is None else None
-    _check(model, (blocks, modules, made), epochs, learning_rate, level)
+    _check(model, (blocks, modules, made), epochs, learning_rate, block_loss, level)
     data = repeatable(data)
     with torch.random.fork_rng(devices=[]):  # whoever calls keeps their random numbers
         torch.manual_seed(seed)
         batch = next(batches(data))
         example = dict(batch.named) or batch.positional
         dense, student = copy.deepcopy(model).eval(), copy.deepcopy(model).eval()
+        found_or_given = modules is not None or isinstance(partition, Partition)
         if isinstance(partition, str):
             chains = find_chains(model, None if targets is None else _patterns(targets), _patterns(ignore), example)
             if modules is not None:
@@ -162,7 +170,11 @@ def upgrade(
         thresholds = {name: chosen[parameter(name)].threshold(level) for name in partition.layers}
         balanced = balance_(student, trace(student, example), initial | chosen, lambda: call(student, batch))
         dense.load_state_dict(student.state_dict())  # the same function in the same units
-        schedule = Schedule(epochs, learning_rate)
+        readouts = None if loss is None or block_loss == 0 else readouts_for(dense, partition, batch)
+        if block_loss and readouts is None:
+            raise InvalidOption("block_loss: needs a loss, and one chain of linear layers that leads to a vector each")
+        weight = (0.0 if readouts is None or found_or_given else 1.0) if block_loss is None else block_loss
+        schedule = Schedule(epochs, learning_rate, block_loss=weight)
         checkpoints = None
         if checkpoint is not None:
             said = {
@@ -178,7 +190,19 @@ def upgrade(
             student, gates[name] = attach_(student, name, partition)
         ends = [owner(chain.layers[-1])[0] for chain in partition.chains]
         history = train_(
-            student, dense, gates, thresholds, ends, data, loss, metric, schedule, seed, checkpoints, progress
+            student,
+            dense,
+            gates,
+            thresholds,
+            ends,
+            data,
+            loss,
+            metric,
+            schedule,
+            readouts if weight else None,
+            seed,
+            checkpoints,
+            progress,
         )
     for name in partition.layers:
         student = harden_(student, name)
@@ -197,7 +221,9 @@ def _patterns(patterns: str | Sequence[str]) -> list[str]:
     return [patterns] if isinstance(patterns, str) else list(patterns)
 
 
-def _check(model: nn.Module, given: Sequence[Any], epochs: int, learning_rate: float, level: float) -> None:
+def _check(
+    model: nn.Module, given: Sequence[Any], epochs: int, learning_rate: float, block_loss: float | None, level: float
+) -> None:
     if sum(one is not None for one in given) != 1:
         raise InvalidOption("expected one of blocks=k, modules=what discover found, and a Partition")
     if not isinstance(model, nn.Module):
@@ -208,6 +234,8 @@ def _check(model: nn.Module, given: Sequence[Any], epochs: int, learning_rate: f
         raise InvalidOption(f"epochs must be an integer of at least 1, got {epochs!r}")
     if not 0 < learning_rate < float("inf"):
         raise InvalidOption(f"learning_rate must be a positive number, got {learning_rate!r}")
+    if block_loss is not None and not 0 <= block_loss < float("inf"):
+        raise InvalidOption(f"block_loss must be a number of at least 0, got {block_loss!r}")
     if not 0 < level < 1:
         raise InvalidOption(f"level must be a number between 0 and 1, got {level!r}")
 
@@ -245,11 +273,18 @@ def _some(data: Any, chains: Sequence[Chain], blocks: int) -> list[Batch]:
 def _partition(kind: str, model: nn.Module, chains: Sequence[Chain], blocks: Any, data: Any, seed: int) -> Partition:
     if kind == "random":
         return random_partition(chains, blocks, seed)
-    if kind != "spread":
-        raise InvalidOption(f'partition must be "random", "spread" or a Partition, got {kind!r}')
+    if kind not in ("auto", "spread", "regions"):
+        raise InvalidOption(f'partition must be "auto", "regions", "spread", "random" or a Partition, got {kind!r}')
     some = _some(data, chains, blocks)
     read = {c.layers[0]: torch.cat([_features(model, c.layers[0], b) for b in some]) for c in chains}
-    return spread_partition(chains, blocks, read, seed)
+    if kind == "regions":
+        return region_partition(chains, blocks, read, seed)
+    spread = spread_partition(chains, blocks, read, seed)
+    apart = [chain for chain in chains if kind == "auto" and chain.read_on and not chain.tiles]
+    regions = region_partition(apart, blocks, read, seed)
+    chosen = dict(zip((chain.layers for chain in apart), regions.labels, strict=True))
+    labels = (chosen.get(c.layers, own) for c, own in zip(chains, spread.labels, strict=True))
+    return Partition(spread.blocks, spread.chains, tuple(labels))
 
 
 def _features(model: nn.Module, name: str, batch: Batch) -> Tensor:
