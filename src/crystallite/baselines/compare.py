@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,7 @@ from crystallite.baselines.shapes import decomposed, random_blocks
 from crystallite.baselines.torch_pruning import pruned_by_graph
 from crystallite.discovery.calls import evaluating
 from crystallite.errors import CrystalliteError, InvalidOption
+from crystallite.refitting.calibration import Calibration
 from crystallite.refitting.groups import first_samples
 from crystallite.reorganization.graph import Untraceable
 from crystallite.validation.batches import Batch, batches, run
@@ -171,7 +172,7 @@ def makers(
         return told
 
     def wanda() -> nn.Module:
-        inputs = [replace(each, target=None) for each in batches(calibration)]
+        inputs = Calibration.read(calibration).all  # as many as layers are fitted on
         return pruned(dense, known(), few, limit, input_norms(dense, names, inputs))
 
     def by_graph() -> nn.Module:
