@@ -33,6 +33,7 @@ from crystallite.discovery.coclustering import agreement
 from crystallite.upgrading import upgrade
 
 Loss = Callable[[Tensor, Tensor], Tensor]
+_DENSE_RATES, _SPLIT_RATES = (1e-3, 3e-3, 1e-2), (5e-3, 2e-2)
 
 
 @dataclass(frozen=True)
@@ -204,7 +205,7 @@ class Drawn:
 
 
 def trained_on(model: nn.Module, source: Tasks, steps: int, rate: float) -> nn.Module:
-    """A copy of the model after more steps, the rate falling linearly to zero as in `upgrade`."""
+    """A copy of the model after more steps, the rate falling linearly to zero."""
     model = copy.deepcopy(model)
     optimizer = torch.optim.Adam(model.parameters(), rate)
     for step in range(steps):
@@ -224,11 +225,11 @@ def head_accuracies(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 def splits(
     data: str, images: Tensor, digits: Tensor, seeds: Iterable[int], most: int, known: Container[tuple]
 ) -> Iterator[dict]:
-    """Networks split along what `discover` finds; dense ones after the same steps, at the better of two rates.
+    """Networks split along what `discover` finds, and dense ones after the same steps, each at its own best rate.
 
-    The rate of dense training is the one that is better on the images that judge, so that it is not at a disadvantage.
-    After the tasks that share nothing come two whose images overlap, so that pixels matter to both, or often agree.
-    What is known already, by data, network and seed, is left out.
+    Rates are chosen by images that neither train nor judge. After the tasks that share nothing come two whose images
+    overlap, so that pixels matter to both, or often agree. What is known already, by data, network and seed, is left
+    out.
     """
     epochs, batches, size = 10, 60, images.shape[1]
     cases = [(f"{k} tasks", k, 0, 0.0) for k in range(2, most + 1)]
@@ -240,20 +241,31 @@ def splits(
                 continue
             torch.manual_seed(seed)
             order = torch.randperm(len(images))
-            own, held_out = order[: len(order) * 4 // 5], order[len(order) * 4 // 5 :]
+            own, choosing, judging = order.split([len(order) - 2 * (len(order) // 5), *[len(order) // 5] * 2])
             source = tasks(images[own], digits[own], k, shared, repeated)
             model = train(mlp(len(source.order), 128, 128, 10 * k), source)
             found = discover(model, source.draw(1500)[0])
             result = {"data": data, "network": network, "seed": seed, "planted": k, "found": found.k}
             if found.k == k:
-                small = upgrade(model, modules=found, data=Drawn(source, batches), loss=heads, epochs=epochs, seed=seed)
-                x, y = replace(source, images=images[held_out], digits=digits[held_out]).draw(5000)
-                dense = [trained_on(model, source, epochs * batches, rate) for rate in (1e-3, 3e-3)]
-                expected = max((head_accuracies(d, x, y) for d in dense), key=lambda scores: float(scores.mean()))
-                split = head_accuracies(small, x, y)
-                result |= {"dense": float(expected.mean()), "split": float(split.mean())}
-                result["worst_head_difference"] = float((split - expected).min())
-                result["parts"] = len(subnetworks(small).parts)
+                chosen_by, judged_by = (
+                    replace(source, images=images[some], digits=digits[some]).draw(5000) for some in (choosing, judging)
+                )
+                dense = {rate: trained_on(model, source, epochs * batches, rate) for rate in _DENSE_RATES}
+                drawn = Drawn(source, batches)
+                split = {
+                    rate: upgrade(
+                        model, modules=found, data=drawn, loss=heads, epochs=epochs, learning_rate=rate, seed=seed
+                    )
+                    for rate in _SPLIT_RATES
+                }
+                scores = []
+                for kind, models in (("dense", dense), ("split", split)):
+                    by_rate = {rate: float(head_accuracies(m, *chosen_by).mean()) for rate, m in models.items()}
+                    rate = max(by_rate, key=lambda rate: by_rate[rate])
+                    scores.append(head_accuracies(models[rate], *judged_by))
+                    result |= {kind: float(scores[-1].mean()), f"{kind}, rate": rate}
+                result["worst_head_difference"] = float((scores[1] - scores[0]).min())
+                result["parts"] = len(subnetworks(split[rate]).parts)
             print(f"  {result}", flush=True)
             yield result
 

@@ -85,8 +85,8 @@ def measured(
         polish_(small, task.model, names, Calibration.read(task.calibration, training=True), polish, seed)
         return small
 
-    def quantised(method: str, budget: float) -> nn.Module:
-        return InOnnxRuntime(made[method, budget], timed[0], int8=True)
+    def quantised(budget: float) -> nn.Module:
+        return InOnnxRuntime(made[_FOR_INT8, budget], timed[0], int8=True)
 
     for budget in budgets:
         fitted = partial(fit, task.model, calibration=task.calibration, targets=names, seed=seed)
@@ -94,8 +94,7 @@ def measured(
         if polish:
             add(_POLISHED, budget, partial(polished, budget))
             add(_FOR_INT8, budget, partial(fitted, budget=budget, objective="int8", polish_steps=polish))
-            for method in (_POLISHED, _FOR_INT8):
-                add(method + _IN_INT8, budget, partial(quantised, method, budget))
+            add(_FOR_INT8 + _IN_INT8, budget, partial(quantised, budget))
         if round(1 / budget) in blocks:
             add("fitted blocks", budget, partial(fitted, blocks=round(1 / budget)))
         if (_OURS, budget) not in made:

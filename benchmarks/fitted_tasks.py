@@ -115,8 +115,8 @@ def minilm_folder() -> Path:
     return Path(found.origin).parent / "model"
 
 
-def retrieval(wordnet: str, seed: int, texts: int = 1000, queries: int = 1000) -> Task:
-    """MiniLM finds the word for a definition, among all words of `queries` meanings.
+def retrieval(wordnet: str, seed: int, texts: int = 1000, queries: int = 1000, pools: int = 3) -> Task:
+    """MiniLM finds the word for a definition, among all words of `queries` meanings; so in several pools of them.
 
     Calibrated with as many texts as named, of other meanings: definitions, and a word for every third of them; `seed`
     says which. acc@1: for how many definitions the right word is nearest; MRR: mean of 1/rank; cosine: to the dense
@@ -124,7 +124,7 @@ def retrieval(wordnet: str, seed: int, texts: int = 1000, queries: int = 1000) -
     """
     from transformers import AutoModel, AutoTokenizer
 
-    used, judged = split(glosses(wordnet), seed, 3 * texts // 4, queries)
+    used, judged = split(glosses(wordnet), seed, 3 * texts // 4, pools * queries)
     tokenizer = AutoTokenizer.from_pretrained(minilm_folder(), local_files_only=True)
     model = Sentences(AutoModel.from_pretrained(minilm_folder(), local_files_only=True)).eval()
 
@@ -152,8 +152,9 @@ def retrieval(wordnet: str, seed: int, texts: int = 1000, queries: int = 1000) -
 
     def judge(some: nn.Module) -> dict[str, float]:
         found = dense if some is model else vectors(some)
-        scores = found[0] @ found[1].T
-        rank = 1 + (scores > scores.diagonal()[:, None]).sum(1)
+        asked, known = (part.unflatten(0, (pools, queries)) for part in found)
+        scores = asked @ known.mT  # (pools, queries, words)
+        rank = 1 + (scores > scores.diagonal(dim1=1, dim2=2)[..., None]).sum(2)
         cosine = torch.cat([(a * b).sum(1) for a, b in zip(found, dense, strict=True)])
         return {
             "quality": 100 * float((rank == 1).float().mean()),

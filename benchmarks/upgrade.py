@@ -49,7 +49,7 @@ def network() -> nn.Sequential:
 
 
 def train(model: nn.Module, data: Shuffled, epochs: int, rate: float, decay: bool, smoothing: float = 0.0) -> nn.Module:
-    """Adam, as `upgrade` has it: with a rate that falls linearly to zero if asked."""
+    """Adam, with a rate that falls linearly to zero if asked."""
     optimizer = torch.optim.Adam(model.parameters(), rate)
     total, step = epochs * -(-len(data.x) // _BATCH), 0
     for _ in range(epochs):

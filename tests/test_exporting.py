@@ -15,6 +15,7 @@ from crystallite.exporting import export
 from tests.operators.tolerance import assert_close
 from tests.refitting import networks
 
+onnx = pytest.importorskip("onnx")
 onnxruntime = pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript", reason="torch.onnx needs onnxscript")
 
@@ -50,6 +51,37 @@ def test_blocks_are_exported_too(tmp_path):
     done = export(small, tmp_path / "blocks.onnx", samples(count=9))
     x = samples(count=4, seed=1)
     assert_close(torch.from_numpy(outputs(done.path, input=x)[0]), small.eval()(x).detach())
+
+
+class PostNorm(nn.Module):
+    """Layers whose sums are normed, as in BERT."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(2))
+        self.norms = nn.ModuleList(nn.LayerNorm(32) for _ in range(2))
+
+    def forward(self, input):
+        x = input
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            x = norm(x + layer(x).relu())
+        return x
+
+
+@pytest.mark.parametrize("int8", [False, True])
+def test_sums_and_norms_stay_apart(tmp_path, int8):
+    torch.manual_seed(0)
+    model = PostNorm().eval()
+    file = export(model, tmp_path / "a.onnx", samples(count=9), int8=int8).path
+    options, optimised = onnxruntime.SessionOptions(), tmp_path / "as-it-runs.onnx"
+    options.optimized_model_filepath = str(optimised)
+    options.log_severity_level = 3
+    onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
+    kinds = [node.op_type for node in onnx.load(optimised).graph.node]
+    assert kinds.count("LayerNormalization") == 2  # the slow SkipLayerNormalization has not taken their place
+    assert kinds.count("Sum") == 2
+    if not int8:
+        assert_close(torch.from_numpy(outputs(file, input=samples(count=4))[0]), model(samples(count=4)).detach())
 
 
 def test_eight_bits_are_smaller_and_near(fitted, tmp_path):

@@ -127,10 +127,24 @@ def _write(model: nn.Module, file: Path, batch: Batch) -> None:
                 model, batch.positional, kwargs=dict(batch.named), dynamic_shapes=free, dynamo=True, verbose=False
             )
             assert program is not None
+            _keep_norms_apart_(program.model.graph)
             program.save(file, external_data=False)
         except Exception as error:  # whatever is raised by tracing code of the user's
             reason = str(error).strip().partition("\n")[0]
             raise InvalidOption(f"{type(model).__name__} cannot be written as ONNX: {reason:.300}") from error
+
+
+def _keep_norms_apart_(graph: Any) -> None:
+    """Write the sum before a layer norm as `Sum`, not `Add`: ONNX Runtime takes `Add` and the norm for one operator.
+
+    That one (SkipLayerNormalization) goes through its numbers one by one on CPUs: in MiniLM it took 13 % of the time of
+    8-bit inference, sums and norms on their own 2 %.
+    """
+    for node in graph:
+        if node.op_type == "Add" and {reader.op_type for reader in node.outputs[0].consumers()} == {
+            "LayerNormalization"
+        }:
+            node.op_type = "Sum"
 
 
 class _Plain(nn.Module):

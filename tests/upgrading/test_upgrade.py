@@ -13,6 +13,8 @@ from crystallite.annealing import nulls
 from crystallite.structure.levels import chain_labels
 from crystallite.upgrading import find_chains, random_partition, upgrade
 from crystallite.upgrading.blocks import clear_idle_
+from crystallite.upgrading.training import ends_of
+from crystallite.validation.batches import Batch
 from tests.operators.tolerance import assert_close
 from tests.upgrading import digits
 
@@ -258,3 +260,36 @@ def test_idle_neurons_are_cleared_without_a_change_of_function():
     assert_close(net(x), expected)
     for before, after in ((net[0], net[3]), (net[3], net[5])):
         assert torch.equal(before.weight.any(1), after.weight.any(0))
+
+
+class _Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(6, 12), nn.Linear(12, 6), nn.LayerNorm(6)
+
+    def forward(self, x):
+        return self.norm(x + self.down(self.up(x).relu()))
+
+
+class _InAList(nn.Module):
+    """Its pair lies in a list, which is never called."""
+
+    def __init__(self):
+        super().__init__()
+        self.pair, self.norm = nn.ModuleList([nn.Linear(6, 12), nn.Linear(12, 6)]), nn.LayerNorm(6)
+
+    def forward(self, x):
+        return self.norm(self.pair[1](self.pair[0](x).relu()))
+
+
+@pytest.mark.parametrize(
+    ("net", "ends"),
+    [
+        (nn.Sequential(_Layer(), _Layer()), ["0", "1"]),  # what is added to a stream, and the stream after it
+        (nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6)), ["2"]),
+        (_InAList(), ["pair.1"]),
+    ],
+)
+def test_without_labels_the_stream_around_a_chain_is_compared(net, ends):
+    x = torch.randn(4, 6)
+    assert ends_of(net.eval(), find_chains(net, example=x), Batch(0, 4, (x,))) == ends

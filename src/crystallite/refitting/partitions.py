@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 from scipy.cluster.hierarchy import leaves_list, linkage
-from scipy.optimize import linear_sum_assignment
 
 from crystallite.discovery.coclustering import cocluster
 from crystallite.refitting.forms import Cells, block_weights
 from crystallite.refitting.regression import Regression
+from crystallite.upgrading.telling import balanced, explained
 
 __all__ = ["best_cells", "triangular_cells"]
 
@@ -85,20 +85,8 @@ def _by_correlation(metric: np.ndarray) -> np.ndarray:
 
 def _with_outputs(regression: Regression, labels: np.ndarray, blocks: int) -> Cells:
     """The blocks of a partition of the inputs, each output where it is told best, blocks being of equal size."""
-    product = regression.own @ regression.metric
-    told = []  # how much of each output's variance the inputs of a block tell
-    for block in range(blocks):
-        columns = torch.from_numpy(np.flatnonzero(labels == block)).to(product.device)
-        half = torch.linalg.solve_triangular(
-            torch.linalg.cholesky(regression.metric[columns][:, columns]), product[:, columns].T, upper=False
-        )
-        told.append((half**2).sum(0))
-    value = torch.stack(told, 1).cpu().numpy()  # (outputs, blocks)
-    outputs = len(value)
-    rooms = np.arange(outputs) % blocks  # of equal size
-    rows, places = linear_sum_assignment(-value[:, rooms])
-    owner = np.empty(outputs, np.intp)
-    owner[rows] = rooms[places]
+    value = explained(regression.metric, regression.metric @ regression.own.T, labels, blocks)
+    owner = balanced(value.cpu().numpy(), blocks)
     return tuple((np.flatnonzero(owner == b), np.flatnonzero(labels == b)) for b in range(blocks))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from crystallite.refitting.groups import first_samples
 from crystallite.refitting.session import damage
 from crystallite.upgrading.checkpoint import Checkpoints, State
 from crystallite.upgrading.running import returned
+from crystallite.upgrading.training import share_of_rate
 from crystallite.validation.batches import Batch, run
 from crystallite.validation.outputs import tensors
 
@@ -28,7 +28,6 @@ __all__ = ["Polish", "polish_"]
 _BATCH = 32  # samples of a step
 _RATE = 1e-3  # at the top of the schedule, where weights read up to 160 inputs; lower in proportion to more
 _INPUTS = 160
-_WARM_UP = 0.1  # share of the steps
 _LOOKS = 10  # how often the held-out error is looked at
 _PATIENCE = 7  # looks without a better one after which training ends: a high rate does harm before it helps
 _SECONDS = 30.0  # between two checkpoints
@@ -78,7 +77,7 @@ def polish_(
         for step in tqdm(range(work.step, steps), "polishing", initial=work.step, total=steps, disable=not progress):
             if work.idle >= _PATIENCE:
                 break
-            work.take_step(rate * _schedule((step + 0.5) / steps), seed)
+            work.take_step(rate * share_of_rate((step + 0.5) / steps), seed)
             looked = work.step % every == 0 or work.step == steps
             if looked:
                 work.look()
@@ -90,17 +89,6 @@ def polish_(
                 parameter.copy_(value)
     errors = [error for _, error in work.history]
     return Polish(work.step, errors[0], min(errors), tuple(work.history))
-
-
-def _schedule(time: float) -> float:
-    """Share of the highest rate after a share of the steps.
-
-    >>> [round(_schedule(t), 2) for t in (0.05, 0.1, 0.55, 1.0)]
-    [0.5, 1.0, 0.5, 0.0]
-    """
-    if time < _WARM_UP:
-        return time / _WARM_UP
-    return 0.5 * (1 + math.cos(math.pi * (time - _WARM_UP) / (1 - _WARM_UP)))
 
 
 @contextmanager

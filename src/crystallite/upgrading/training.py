@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,14 +16,16 @@ from tqdm import tqdm
 
 from crystallite.errors import InvalidOption
 from crystallite.upgrading.checkpoint import Checkpoints, State
+from crystallite.upgrading.partition import Chain
 from crystallite.upgrading.readouts import Readouts
 from crystallite.upgrading.running import call, device_of, moved, real_positions
 from crystallite.upgrading.straight_through import Gate
-from crystallite.upgrading.weights import weight_of
+from crystallite.upgrading.weights import owner, weight_of
 from crystallite.validation.batches import Batch, batches
 
-__all__ = ["Epoch", "Schedule", "train_"]
+__all__ = ["Epoch", "Schedule", "ends_of", "share_of_rate", "train_"]
 
+_WARM_UP = 0.1  # share of the steps
 _SECONDS = 30.0  # between two checkpoints inside an epoch
 Loss = Callable[[Tensor, Tensor], Tensor]
 Metric = Callable[[nn.Module], float]
@@ -40,20 +44,31 @@ class Epoch:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Learning rate and threshold over time: the rate falls linearly to zero, the threshold rises, then stays.
+    """Learning rate and threshold over time: the rate rises and falls again, the threshold rises, then stays.
 
-    >>> [Schedule(1, 0.01).at(step, 10) for step in (0, 2, 9)]
-    [(0.01, 0.0), (0.008, 0.5), (0.0009999999999999998, 1.0)]
+    >>> [tuple(round(x, 3) for x in Schedule(1, 0.01).at(step, 10)) for step in (0, 1, 9)]
+    [(0.005, 0.0), (0.01, 0.25), (0.0, 1.0)]
     """
 
     epochs: int
-    learning_rate: float
+    learning_rate: float  # the highest
     rise: float = 0.4  # share of the steps after which the threshold is the final one
     block_loss: float = 0.0  # weight of the mean loss of what blocks alone would say
 
     def at(self, step: int, total: int) -> tuple[float, float]:
         """The learning rate, and the threshold as a share of the final one."""
-        return self.learning_rate * (1 - step / total), min(1.0, step / (self.rise * total))
+        return self.learning_rate * share_of_rate((step + 0.5) / total), min(1.0, step / (self.rise * total))
+
+
+def share_of_rate(time: float) -> float:
+    """Share of the highest learning rate after a share of the steps: it rises over the first tenth, then is a cosine.
+
+    >>> [round(share_of_rate(t), 2) for t in (0.05, 0.1, 0.55, 1.0)]
+    [0.5, 1.0, 0.5, 0.0]
+    """
+    if time < _WARM_UP:
+        return time / _WARM_UP
+    return 0.5 * (1 + math.cos(math.pi * (time - _WARM_UP) / (1 - _WARM_UP)))
 
 
 class _Run:
@@ -123,8 +138,8 @@ def train_(
 ) -> list[Epoch]:
     """Train the model in place, by a loss or without labels by likeness to the dense model; returns the history.
 
-    gates, thresholds: of the layers that separate; ends: the last module of each chain, compared without labels;
-    readouts: of what blocks alone would say, which has the same loss.
+    gates, thresholds: of the layers that separate; ends: modules whose outputs are compared where there are no labels
+    (`ends_of`); readouts: of what blocks alone would say, which has the same loss.
     Batches come in the same order for the same seed, if their order depends on nothing but PyTorch's random numbers,
     which are seeded here.
     Without labels the model runs in evaluation mode: dropout would be noise in what is to be matched.
@@ -194,7 +209,7 @@ def _loss(model: nn.Module, loss: Loss, readouts: Readouts | None, batch: Batch)
 
 
 def _similarity(model: nn.Module, dense: nn.Module, ends: Sequence[str], batch: Batch) -> Tensor:
-    """Squared error to the dense model relative to its variance: of the output, and on average of the chains' ends.
+    """Squared error to the dense model relative to its variance: of the output, and on average of what ends return.
 
     Padded positions (an `attention_mask` of zeros) do not count.
     """
@@ -203,6 +218,21 @@ def _similarity(model: nn.Module, dense: nn.Module, ends: Sequence[str], batch: 
     with _watched(model, ends) as found:
         error = _relative(call(model, batch), target, batch)
     return error + sum((_relative(found[name], expected[name], batch) for name in ends), torch.zeros(())) / len(ends)
+
+
+@torch.no_grad()
+def ends_of(model: nn.Module, chains: Sequence[Chain], batch: Batch) -> list[str]:
+    """For each chain the innermost module around all of it, or its last one where that is the model or no such output.
+
+    Around a feed-forward pair that is the layer of a transformer: what it returns, the residual stream, is what others
+    read. To be like the dense model there is worth more than in what the pair adds to it.
+    """
+    modules = [[owner(name)[0] for name in chain.layers] for chain in chains]
+    around = [os.path.commonpath([name.replace(".", "/") for name in names]).replace("/", ".") for names in modules]
+    with _watched(model, [name for name in around if name]) as found:
+        call(model, batch)
+    pairs = zip(around, modules, strict=True)
+    return list(dict.fromkeys(one if isinstance(found.get(one), Tensor) else names[-1] for one, names in pairs))
 
 
 def _relative(found: Tensor, expected: Tensor, batch: Batch) -> Tensor:

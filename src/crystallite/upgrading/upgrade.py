@@ -37,7 +37,8 @@ from crystallite.upgrading.regions import region_partition
 from crystallite.upgrading.running import call
 from crystallite.upgrading.scale import balance_
 from crystallite.upgrading.straight_through import attach_, harden_
-from crystallite.upgrading.training import Epoch, Loss, Metric, Schedule, train_
+from crystallite.upgrading.telling import told_partition
+from crystallite.upgrading.training import Epoch, Loss, Metric, Schedule, ends_of, train_
 from crystallite.upgrading.weights import owner, parameter, weight_of
 from crystallite.validation.batches import Batch, batches, repeatable
 
@@ -188,13 +189,12 @@ def upgrade(
         gates = {}
         for name in partition.layers:
             student, gates[name] = attach_(student, name, partition)
-        ends = [owner(chain.layers[-1])[0] for chain in partition.chains]
         history = train_(
             student,
             dense,
             gates,
             thresholds,
-            ends,
+            ends_of(dense, partition.chains, batch),
             data,
             loss,
             metric,
@@ -276,6 +276,13 @@ def _partition(kind: str, model: nn.Module, chains: Sequence[Chain], blocks: Any
     if kind not in ("auto", "spread", "regions"):
         raise InvalidOption(f'partition must be "auto", "regions", "spread", "random" or a Partition, got {kind!r}')
     some = _some(data, chains, blocks)
+    return told_partition(_inputs_shared_out(kind, model, chains, blocks, some, seed), model, some)
+
+
+def _inputs_shared_out(
+    kind: str, model: nn.Module, chains: Sequence[Chain], blocks: int, some: Sequence[Batch], seed: int
+) -> Partition:
+    """A partition that takes care of inputs; all others are shared out at random."""
     read = {c.layers[0]: torch.cat([_features(model, c.layers[0], b) for b in some]) for c in chains}
     if kind == "regions":
         return region_partition(chains, blocks, read, seed)
