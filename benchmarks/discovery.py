@@ -12,13 +12,11 @@ each. The controls have a single task. MNIST (mnist.npz with Xtr, ytr) is taken 
 from __future__ import annotations
 
 import copy
-import os
 import sys
 import time
 from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -26,7 +24,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 
-from benchmarks.timing import show, store, stored
+from benchmarks.timing import MNIST, show, store, stored
 from crystallite import subnetworks
 from crystallite.discovery import discover
 from crystallite.discovery.coclustering import agreement
@@ -271,11 +269,9 @@ def splits(
 
 
 def mnist() -> tuple[Tensor, Tensor] | None:
-    shared = Path(__file__).parents[2] / "shared" / "data" / "mnist.npz"
-    path = Path(os.environ.get("CRYSTALLITE_MNIST", shared))
-    if not path.exists():
+    if not MNIST.exists():
         return None
-    with np.load(path) as data:
+    with np.load(MNIST) as data:
         return torch.tensor(data["Xtr"].reshape(-1, 784) / 255).float(), torch.tensor(data["ytr"]).long()
 
 

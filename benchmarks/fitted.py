@@ -26,7 +26,7 @@ from torch import nn
 
 from benchmarks import fitted_tasks
 from benchmarks.fitted_tasks import Task
-from benchmarks.timing import show, store, stored
+from benchmarks.timing import MNIST, show, store, stored
 from crystallite.baselines import METHODS
 from crystallite.baselines.compare import makers
 from crystallite.baselines.onnx_runtime import InOnnxRuntime
@@ -220,8 +220,6 @@ def feed_forward(options: argparse.Namespace, seed: int) -> list[dict]:
 
 
 def mnist(options: argparse.Namespace, seed: int) -> list[dict]:
-    if options.mnist is None:
-        raise SystemExit("fitted: the part mnist needs --mnist DATA.npz")
     task = fitted_tasks.mnist(options.mnist, seed)
     return measured(task, seed, options.budgets or [0.5, 0.25, 0.125], blocks=(2, 4, 8))
 
@@ -257,12 +255,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--methods", nargs="*", choices=METHODS, default=list(METHODS), help="for MiniLM (default: all)"
     )
-    parser.add_argument("--polish", type=int, default=0, metavar="STEPS", help="for MiniLM, of label-free training")
+    parser.add_argument("--polish", type=int, default=600, metavar="STEPS", help="for MiniLM, of label-free training")
     parser.add_argument("--texts", type=int, default=_TEXTS, help="of WordNet to calibrate MiniLM with")
-    parser.add_argument("--mnist", help="mnist.npz: Xtr, ytr, Xte, yte")
+    parser.add_argument("--mnist", type=Path, default=MNIST, help="mnist.npz: Xtr, ytr, Xte, yte")
     parser.add_argument("--wordnet", default=fitted_tasks.WORDNET, help="folder of data.noun … (Debian: wordnet-base)")
     options = parser.parse_args(arguments)
-    for name in options.tasks or [name for name in TASKS if name != "mnist" or options.mnist]:
+    for name in options.tasks or [name for name in TASKS if name != "mnist" or options.mnist.exists()]:
         new: list[dict] = []
         for seed in options.seeds:
             new += TASKS[name](options, seed)

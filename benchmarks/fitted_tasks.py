@@ -198,7 +198,7 @@ def _perceptron(width: int = 512) -> nn.Sequential:
     )  # fmt: skip
 
 
-def mnist(path: str, seed: int, images: int = 4096) -> Task:
+def mnist(path: str | Path, seed: int, images: int = 16_384) -> Task:
     """An MLP 784-512-512-10, trained for 5 epochs; calibrated with training images, judged by test images."""
     stored = np.load(path)
     x, test = (torch.from_numpy(stored[name]).float() / 255 for name in ("Xtr", "Xte"))

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 RESULTS = Path(__file__).parent / "results"
+MNIST = Path(os.environ.get("CRYSTALLITE_MNIST", Path(__file__).parents[2] / "shared" / "data" / "mnist.npz"))
 
 
 def interleaved(

@@ -15,8 +15,8 @@ from crystallite.upgrading.telling import balanced, explained
 
 __all__ = ["best_cells", "triangular_cells"]
 
-_DRAWS = 3  # random partitions of each kind that are tried
-_LARGEST_CLUSTERED = 2**20  # weights of a matrix for which modules are looked for
+_DRAWS, _FEW_DRAWS = 12, 3  # random partitions of each kind that are tried; few for large matrices
+_LARGE = 2**20  # weights of a matrix; in larger ones no modules are looked for
 _UNEQUAL = 1.25  # blocks found in the layer may need this times the multiply-adds of equal ones
 
 
@@ -64,8 +64,9 @@ def triangular_cells(regression: Regression, groups: int) -> Cells:
 
 def _input_labels(regression: Regression, blocks: int, seed: int) -> Iterator[np.ndarray]:
     chance, inputs = np.random.default_rng(seed), len(regression.metric)
+    draws = _DRAWS if regression.weight.numel() <= _LARGE else _FEW_DRAWS
     order = _by_correlation(regression.metric.cpu().numpy())
-    for _ in range(_DRAWS):
+    for _ in range(draws):
         yield chance.permutation(np.arange(inputs) % blocks)
         labels = np.empty(inputs, np.intp)
         labels[order] = np.concatenate(
@@ -93,7 +94,7 @@ def _with_outputs(regression: Regression, labels: np.ndarray, blocks: int) -> Ce
 def _modules(regression: Regression, blocks: int) -> list[Cells]:
     """The blocks that the layer has by itself, if there are as many and none is much larger than the others."""
     weight = regression.own
-    if weight.numel() > _LARGEST_CLUSTERED:
+    if weight.numel() > _LARGE:
         return []
     deviations = regression.metric.diagonal().sqrt()
     found = cocluster((weight * deviations).abs().cpu().numpy())

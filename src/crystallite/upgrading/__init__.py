@@ -3,7 +3,8 @@
 ```
 trained model, batches
   └─ partition.py         chains of weights that share hidden neurons; a label for every neuron, k labels
-                          (regions.py: inputs that vary together; modules.py: functional modules that were found)
+                          (regions.py: inputs that vary together; telling.py: neurons follow the inputs that tell them;
+                          modules.py: functional modules that were found)
        └─ scale.py             hidden neurons in balanced units, so that a bound on weights means something
             └─ refit.py             blocks fitted by least squares to what the dense layers compute
                  └─ straight_through.py  the Neyman test inside the forward pass, its threshold rising to the null's

@@ -193,9 +193,9 @@ def own_neurons(model: nn.Module, spaces: Spaces, kinds: tuple[type, ...]) -> se
 def random_partition(chains: Sequence[Chain], blocks: int, seed: int = 0) -> Partition:
     """Every group of neurons shared out at random to blocks of equal size (±1).
 
-    Fitted and trained afterwards, hidden neurons shared out at random end as good as chosen ones, unless the network
-    has modules of its own; pass those as a `Partition`. Which inputs a block sees does matter: see `spread_partition`
-    and `region_partition`.
+    `spread_partition`, `region_partition` and `told_partition` start here. Trained with labels for long enough, hidden
+    neurons shared out at random end nearly as good as chosen ones; a network that has modules of its own should be
+    split along them: pass those as a `Partition`.
 
     >>> chains = find_chains(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)))
     >>> int(random_partition(chains, 2).mask("0").sum())

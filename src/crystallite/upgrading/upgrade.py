@@ -131,7 +131,8 @@ def upgrade(
       output may read every block, and the first convolution if images have fewer channels than there are blocks.
     - `partition`: which neuron goes to which block. "regions" keeps inputs together that vary together, "spread" gives
       every block inputs of all kinds; "auto" takes regions where a layer that is not separated reads all blocks, and
-      spreads inputs where an output can read one block only. Also "random", or a `Partition`.
+      spreads inputs where an output can read one block only. Hidden neurons and outputs of linear layers follow: each
+      goes where it is told best (see `upgrading/telling.py`). Also "random", or a `Partition`.
     - `checkpoint`: a folder for the state of the run; called again after an interruption, the run goes on from there
       to the result it would have had.
 
