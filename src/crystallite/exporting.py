@@ -141,9 +141,8 @@ def _keep_norms_apart_(graph: Any) -> None:
     8-bit inference, sums and norms on their own 2 %.
     """
     for node in graph:
-        if node.op_type == "Add" and {reader.op_type for reader in node.outputs[0].consumers()} == {
-            "LayerNormalization"
-        }:
+        readers = {reader.op_type for reader in node.outputs[0].consumers()} if node.op_type == "Add" else set()
+        if readers == {"LayerNormalization"}:
             node.op_type = "Sum"
 
 

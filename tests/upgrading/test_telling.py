@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from scipy.optimize import linear_sum_assignment
 from torch import nn
 
-from crystallite.upgrading import Partition, find_chains, random_partition
+import crystallite as cx
+from crystallite.upgrading import Partition, find_chains, random_partition, upgrade
 from crystallite.upgrading.telling import balanced, told_partition
 from crystallite.validation.batches import Batch
 
@@ -55,6 +56,25 @@ def test_both_writers_of_a_gated_pair_are_asked():
     labels = {**random_partition(chains, 2).labels[0], chains[0].reads["up"]: reads.numpy()}
     found = told_partition(Partition(2, chains, (labels,)), net, [Batch(0, 300, (torch.randn(300, 4),))])
     assert np.array_equal(found.labels[0][hidden], owns.numpy())
+
+
+def test_what_is_added_to_hidden_neurons_later_follows_them():
+    class Residual(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.up, self.down, self.last = (
+                nn.Linear(i, o) for i, o in ((6, 8), (8, 12), (12, 8), (8, 4))
+            )  # fmt: skip
+
+        def forward(self, x):
+            h = self.first(x)
+            return self.last(h + self.down(self.up(h).relu()))
+
+    torch.manual_seed(0)
+    net = Residual().eval()
+    small = upgrade(net, blocks=2, data=[torch.randn(64, 6)], epochs=2, null=cx.nulls.Normal(1e-4))
+    assert small.upgrading.blocks == 2
+    assert len(small.upgrading.partition.chains[0].layers) == 4
 
 
 def test_padding_tells_nothing():

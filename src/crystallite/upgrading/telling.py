@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 
 import numpy as np
 import torch
@@ -44,7 +45,7 @@ def told_partition(partition: Partition, model: nn.Module, batches: Sequence[Bat
 
     In chains of linear layers, from the first to the last: how much of what the dense layer writes can be told from the
     inputs of each block, by linear regression. Hidden neurons are weighed by what their readers make of them. Blocks
-    are of equal size (±1); who would lose most elsewhere chooses first. Other chains stay as they are.
+    are of equal size (±1). Other chains stay as they are.
 
     Cost: a run of the model, a Gram matrix for each layer.
 
@@ -72,21 +73,19 @@ def _is_linear(chain: Chain, model: nn.Module) -> bool:
 
 @torch.no_grad()
 def _products(model: nn.Module, names: Sequence[str], batches: Sequence[Batch]) -> dict[str, _Products]:
-    found, rows = {name: _Products() for name in names}, [batches[0]]
-
-    def keep(name: str) -> None:
-        def hook(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-            real = real_positions(rows[0], output.shape[:-1])
-            found[name].add(*(value.flatten(0, -2)[real].double() for value in (inputs[0], output)))
-
-        hooks.callback(model.get_submodule(name).register_forward_hook(hook).remove)
-
-    with ExitStack() as hooks:
-        for name in names:
-            keep(name)
-        for rows[0] in batches if names else ():
-            call(model, rows[0])
+    found = {name: _Products() for name in names}
+    for batch in batches if names else ():
+        with ExitStack() as hooks:
+            for name in names:
+                hook = partial(_keep, found[name], batch)
+                hooks.callback(model.get_submodule(name).register_forward_hook(hook).remove)
+            call(model, batch)
     return found
+
+
+def _keep(products: _Products, batch: Batch, _: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    real = real_positions(batch, output.shape[:-1])
+    products.add(*(value.flatten(0, -2)[real].double() for value in (inputs[0], output)))
 
 
 def _told(
@@ -97,7 +96,7 @@ def _told(
         worth = _worth([name for name in chain.layers if chain.reads[name] == group], model, seen)
         told = []
         for name in chain.layers:
-            if chain.writes[name] == group:
+            if chain.writes[name] == group and chain.reads[name] in found:  # what is added later has followed the rest
                 own, cross, variance = seen[name].covariances
                 value = explained(own, cross, found[chain.reads[name]], blocks)
                 told.append(value if worth is None else value * (worth / variance.clamp_min(_TINY))[:, None])

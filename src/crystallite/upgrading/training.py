@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
+import posixpath
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -228,7 +228,7 @@ def ends_of(model: nn.Module, chains: Sequence[Chain], batch: Batch) -> list[str
     read. To be like the dense model there is worth more than in what the pair adds to it.
     """
     modules = [[owner(name)[0] for name in chain.layers] for chain in chains]
-    around = [os.path.commonpath([name.replace(".", "/") for name in names]).replace("/", ".") for names in modules]
+    around = [posixpath.commonpath([name.replace(".", "/") for name in names]).replace("/", ".") for names in modules]
     with _watched(model, [name for name in around if name]) as found:
         call(model, batch)
     pairs = zip(around, modules, strict=True)
