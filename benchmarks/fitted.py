@@ -48,12 +48,12 @@ _DENSE = ("ONNX Runtime fp32", "ONNX Runtime int8")  # what runs the dense model
 
 def measured(
     task: Task, seed: int, budgets: list[float], only: str = "", blocks: tuple[int, ...] = (),
-    methods: Sequence[str] = tuple(METHODS), polish: int = 0,
+    methods: Sequence[str] = tuple(METHODS), polish: int = 0, int8_budgets: Sequence[float] = (),
 ) -> list[dict]:  # fmt: skip
     """A row for each method and budget.
 
     only: a regular expression; layers of other names stay as they are. polish: steps of training towards the dense
-    model's outputs, without labels, for further rows.
+    model's outputs, without labels, for further rows. int8_budgets: shares of the time that 8-bit layers take.
     """
     names = [
         unit.name
@@ -88,13 +88,17 @@ def measured(
     def quantised(budget: float) -> nn.Module:
         return InOnnxRuntime(made[_FOR_INT8, budget], timed[0], int8=True)
 
+    fitted = partial(fit, task.model, calibration=task.calibration, targets=names, seed=seed)
+    for method in _DENSE:
+        if method in methods:
+            add(method, 1.0, partial(InOnnxRuntime, task.model, timed[0], int8="int8" in method))
+    for budget in int8_budgets:
+        add(_FOR_INT8, budget, partial(fitted, budget=budget, objective="int8", polish_steps=polish))
+        add(_FOR_INT8 + _IN_INT8, budget, partial(quantised, budget))
     for budget in budgets:
-        fitted = partial(fit, task.model, calibration=task.calibration, targets=names, seed=seed)
         add(_OURS, budget, partial(fitted, budget=budget))
         if polish:
             add(_POLISHED, budget, partial(polished, budget))
-            add(_FOR_INT8, budget, partial(fitted, budget=budget, objective="int8", polish_steps=polish))
-            add(_FOR_INT8 + _IN_INT8, budget, partial(quantised, budget))
         if round(1 / budget) in blocks:
             add("fitted blocks", budget, partial(fitted, blocks=round(1 / budget)))
         if (_OURS, budget) not in made:
@@ -105,9 +109,8 @@ def measured(
             add("narrow, retrained", budget, partial(task.retrain, share))
         others = makers(task.model, small, task.calibration, timed[0], groups or None, names, (), seed)
         for method in methods:
-            at = 1.0 if method in _DENSE else budget
-            if (method, at) not in made:
-                add(method, at, others[method])
+            if method not in _DENSE:
+                add(method, budget, others[method])
     macs = {key: _macs(key, made, timed[0]) for key in made}
     times, single = (best_times(made, some) for some in (timed, [first_samples(batch, 1) for batch in timed]))
     dense = ("dense", 1.0)
@@ -208,7 +211,10 @@ def draw(rows: list[dict], path: Path) -> None:
 
 def minilm(options: argparse.Namespace, seed: int) -> list[dict]:
     task = fitted_tasks.retrieval(options.wordnet, seed, options.texts)
-    return measured(task, seed, options.budgets or [0.5, 0.25], methods=options.methods, polish=options.polish)
+    budgets = [0.5, 0.25] if options.budgets is None else options.budgets
+    return measured(
+        task, seed, budgets, methods=options.methods, polish=options.polish, int8_budgets=options.int8_budgets
+    )
 
 
 def feed_forward(options: argparse.Namespace, seed: int) -> list[dict]:
@@ -251,7 +257,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=None, help="all for which there is data")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--budgets", type=float, nargs="+", default=None)
+    parser.add_argument("--budgets", type=float, nargs="*", default=None)
+    parser.add_argument("--int8-budgets", type=float, nargs="*", default=[0.45, 0.28], help="for MiniLM")
     parser.add_argument(
         "--methods", nargs="*", choices=METHODS, default=list(METHODS), help="for MiniLM (default: all)"
     )

@@ -53,12 +53,13 @@ def main(arguments: list[str] | None = None) -> None:
     dense = task.judge(model)
     curve = [{"step": 0, "model": "dense", **dense}]
     print(curve, flush=True)
-    began = time.perf_counter()
+    began, used = time.perf_counter(), time.process_time()
 
     def look(some: nn.Module) -> float:
         found = task.judge(some)
         step = (len(curve)) * options.steps
-        curve.append({"step": step, "model": "blocks", **found, "seconds": time.perf_counter() - began})
+        spent = {"seconds": time.perf_counter() - began, "processor seconds": time.process_time() - used}
+        curve.append({"step": step, "model": "blocks", **found, **spent})
         print(curve[-1], flush=True)
         return found["quality"]
 
