@@ -185,25 +185,33 @@ def draw(rows: list[dict], path: Path) -> None:
     from matplotlib import pyplot
 
     found = summarised(rows)
-    tasks = list(dict.fromkeys(row["task"] for row in found))
-    figure, axes = pyplot.subplots(len(tasks), 2, figsize=(11, 3.4 * len(tasks)), squeeze=False)
+    tasks, methods = (list(dict.fromkeys(row[name] for row in found)) for name in ("task", "method"))
+    ours = [method for method in methods if method.startswith("fitted")]
+    others = [method for method in methods if method not in ours]
+    styles: dict[str, dict[str, Any]] = {
+        method: {"color": pyplot.get_cmap("tab10")(i), "linewidth": 1, "linestyle": "--", "marker": "o"}
+        for i, method in enumerate(others)
+    }
+    for method, marker in zip(ours, "os^DvP*X", strict=False):
+        styles[method] = {"color": "black", "linewidth": 2 if method == _OURS else 1, "marker": marker}
+    figure, axes = pyplot.subplots(len(tasks), 2, figsize=(11, 3 * len(tasks) + 1), squeeze=False)
+    shown: dict[str, Any] = {}
     for task, pair in zip(tasks, axes, strict=True):
-        for axis, column in zip(pair, ("multiply-adds", "ms"), strict=True):
-            for method in dict.fromkeys(row["method"] for row in found):
+        for axis, (column, power) in zip(pair, (("multiply-adds", 1), ("speed-up", -1)), strict=True):
+            for method in methods:
                 points = sorted(
-                    (row[column], row["quality"], row["± quality"])
+                    (row[column] ** power, row["quality"], row["± quality"])
                     for row in found if row["task"] == task and row["method"] == method
                 )  # fmt: skip
                 if points:
-                    style = {"linewidth": 2.2, "color": "black"} if method == _OURS else {"linewidth": 1, "alpha": 0.8}
                     x, y, error = zip(*points, strict=True)
-                    axis.errorbar(x, y, error, marker="o", markersize=4, capsize=3, label=method, **style)
-            axis.set_xlabel("multiply-adds, share of dense" if column == "multiply-adds" else "ms, one thread")
+                    shown[method] = axis.errorbar(x, y, error, markersize=5, capsize=3, **styles[method])
+            axis.set_xlabel(("multiply-adds" if power > 0 else "time on one thread") + ", share of dense")
             axis.set_ylabel("quality")
             axis.set_title(task, fontsize=9)
             axis.grid(alpha=0.3)
-    axes[0][1].legend(fontsize=7)
-    figure.tight_layout()
+    figure.tight_layout(rect=(0, 1.1 / figure.get_figheight(), 1, 1))
+    figure.legend([shown[m] for m in [*ours, *others]], [*ours, *others], loc="lower center", ncol=4, fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, metadata={"Date": None})
     pyplot.close(figure)
