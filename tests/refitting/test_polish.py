@@ -69,7 +69,7 @@ def test_only_fitted_layers_and_vectors_are_trained():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 64), nn.LayerNorm(64), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4)).eval()
     model[1].bias.requires_grad_(False)
-    small = fit(model, budget=0.5, calibration=samples(16), polish_steps=40, ignore="4")
+    small = fit(model, budget=0.35, calibration=samples(16), polish_steps=40, ignore="4")
     assert torch.equal(small[4].weight, model[4].weight)
     assert not torch.equal(small[4].bias, model[4].bias)
     assert not torch.equal(small[1].weight, model[1].weight)

@@ -46,6 +46,7 @@ from crystallite.validation.outputs import tensors
 __all__ = ["fit"]
 
 OBJECTIVES = ("macs", "parameters", "latency", "int8")
+_LESS = 0.995  # of the share allotted before, where the result was above the budget
 
 
 def fit(
@@ -248,9 +249,34 @@ class _Fitting:
         return True
 
     def in_budget(self, budget: float) -> nn.Module:
-        """The model within a budget."""
+        """The model within a budget.
+
+        What blocks cost depends on which of their neurons go, which is known when the layers are fitted: where the
+        result is above the budget, it is fitted again to a little less.
+        """
+        allotted = budget
+        while True:
+            result = self._fitted(allotted, budget)
+            share = self._share(result)
+            if share <= budget:
+                return result
+            allotted *= min(budget / share, _LESS)
+
+    def _share(self, result: nn.Module) -> float:
+        """Of the dense layers' cost, as far as it can be counted; time is what was measured when it was allotted."""
+        if self.objective not in ("macs", "parameters"):
+            return 0.0
+        before = after = 0.0
+        for each in _record(result).changes:
+            if each.name in self.parts:
+                uses = (self.session.uses.get(each.name) or 1) if self.objective == "parameters" else 1
+                before, after = before + each.macs_before / uses, after + each.macs_after / uses
+        return after / before
+
+    def _fitted(self, allotted: float, budget: float) -> nn.Module:
+        """The model with layers of the sizes that a budget allots; budget: what was asked for."""
         session, (hidden, untraced) = self.session, self.hidden
-        allocation = allocate(*self.curves, budget, self.price)
+        allocation = allocate(*self.curves, allotted, self.price)
         student = copy.deepcopy(session.dense)
         forms = fit_layers_(session, student, Chooser(session, allocation), self.progress)
         recurrent = [name for name in self.parts if self.units[name].kind == "recurrent"]
