@@ -28,7 +28,7 @@ from benchmarks.timing import MNIST, show, store, stored
 from crystallite import subnetworks
 from crystallite.discovery import discover
 from crystallite.discovery.coclustering import agreement
-from crystallite.upgrading import upgrade
+from crystallite.separation import upgrade
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 _DENSE_RATES, _SPLIT_RATES = (1e-3, 3e-3, 1e-2), (5e-3, 2e-2)

@@ -30,13 +30,13 @@ from benchmarks.timing import MNIST, show, store, stored
 from crystallite.baselines import METHODS
 from crystallite.baselines.compare import makers
 from crystallite.baselines.onnx_runtime import InOnnxRuntime
-from crystallite.errors import CrystalliteError
-from crystallite.refitting import fit
-from crystallite.refitting.calibration import Calibration
-from crystallite.refitting.groups import first_samples
-from crystallite.refitting.polish import polish_
-from crystallite.reorganization.units import find_units
-from crystallite.validation.batches import Batch, batches, run
+from crystallite.compression.compress import compress
+from crystallite.compression.groups import first_samples
+from crystallite.compression.polish import polish_
+from crystallite.core.errors import CrystalliteError
+from crystallite.data.batch import Batch, batches, run
+from crystallite.data.calibration import Calibration
+from crystallite.models.layers import find_units
 from crystallite.validation.cost import count_macs
 
 FIGURE = Path(__file__).parent.parent / "docs" / "figures" / "fitted.svg"
@@ -88,7 +88,7 @@ def measured(
     def quantised(budget: float) -> nn.Module:
         return InOnnxRuntime(made[_FOR_INT8, budget], timed[0], int8=True)
 
-    fitted = partial(fit, task.model, calibration=task.calibration, targets=names, seed=seed)
+    fitted = partial(compress, task.model, calibration=task.calibration, targets=names, seed=seed)
     for method in _DENSE:
         if method in methods:
             add(method, 1.0, partial(InOnnxRuntime, task.model, timed[0], int8="int8" in method))

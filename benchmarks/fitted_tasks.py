@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from benchmarks import upgrade
 from crystallite.baselines import Group
-from crystallite.validation.batches import Batch
+from crystallite.data.batch import Batch
 from crystallite.validation.cost import count_macs
 
 WORDNET = "/usr/share/wordnet"  # of the Debian package wordnet-base
@@ -173,7 +173,7 @@ def retrieval(wordnet: str, seed: int, texts: int = 1000, queries: int = 1000, p
 
 
 def _bert_groups(model: Any) -> list[Group]:
-    """Hidden neurons of the feed-forward pairs, and attention heads."""
+    """NeuronGroup neurons of the feed-forward pairs, and attention heads."""
     config = model.encoder.config
     found = []
     for i in range(config.num_hidden_layers):

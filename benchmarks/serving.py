@@ -21,8 +21,8 @@ from torch import nn
 import crystallite as cx
 from benchmarks.operators import equal, mask_
 from benchmarks.timing import show, store
+from crystallite.cli.bench_serve import best_quantile, compared, forward_seconds, row, service_of
 from crystallite.serving import Limits, Service
-from crystallite.serving.bench_command import best_quantile, compared, forward_seconds, row, service_of
 
 CLIENTS = 20
 SECONDS, ROUNDS = 9.0, 6

@@ -21,8 +21,8 @@ from torch.nn import functional as F
 
 import crystallite as cx
 from benchmarks.timing import show, store, stored
+from crystallite.separation import upgrade
 from crystallite.structure.levels import chain_labels
-from crystallite.upgrading import upgrade
 
 _BATCH, _HELD_OUT, _FIRST_EPOCHS = 128, 10_000, 5
 _RATES = (3e-4, 1e-3, 3e-3)  # of dense training

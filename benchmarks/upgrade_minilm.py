@@ -21,8 +21,8 @@ from torch import nn
 import crystallite as cx
 from benchmarks.fitted_tasks import WORDNET, retrieval
 from benchmarks.timing import show, store
+from crystallite.separation import upgrade
 from crystallite.structure.levels import chain_labels
-from crystallite.upgrading import upgrade
 
 _TEXTS = 40_000
 
@@ -55,7 +55,7 @@ def main(arguments: list[str] | None = None) -> None:
     print(curve, flush=True)
     began, used = time.perf_counter(), time.process_time()
 
-    def look(some: nn.Module) -> float:
+    def evaluate(some: nn.Module) -> float:
         found = task.judge(some)
         step = (len(curve)) * options.steps
         spent = {"seconds": time.perf_counter() - began, "processor seconds": time.process_time() - used}
@@ -65,7 +65,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     small: Any = upgrade(
         model, blocks=options.blocks, data=Some(task.calibration, options.steps), epochs=options.looks,
-        learning_rate=options.rate, level=options.level, metric=look, ignore=ignore,
+        learning_rate=options.rate, level=options.level, metric=evaluate, ignore=ignore,
     )  # fmt: skip
     seconds = time.perf_counter() - began
     record, state, pairs = small.upgrading, cx.restore(small).state_dict(), []

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 # Where small networks are trained: one thread is quickest, and does not wait for a second one on a busy machine.
-TRAINING = {"discovery", "monitoring", "refitting", "upgrading", "validation"}
+TRAINING = {"compression", "discovery", "monitoring", "separation", "statistics", "validation"}
 
 
 # One worker has all tests of a file, whose fixtures are dear; those of Ray start several nodes, so one has them all.
@@ -19,7 +19,7 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(scope="module", autouse=True)
 def threads(request):
     before = torch.get_num_threads()
-    if request.path.parent.name in TRAINING or request.path.parent.name == "tests":
+    if request.path.parent.name in TRAINING or request.path.parent.name in ("tests", "cli", "demo", "export", "models"):
         torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)

@@ -2,6 +2,6 @@
 
 import sys
 
-from crystallite.cli import main
+from crystallite.cli.main import main
 
 sys.exit(main())

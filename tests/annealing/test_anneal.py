@@ -10,7 +10,7 @@ from torch import nn
 from crystallite.annealing import nulls
 from crystallite.annealing.anneal import anneal
 from crystallite.annealing.neyman import percolation_level
-from crystallite.errors import InvalidMatrix, InvalidOption
+from crystallite.core.errors import InvalidMatrix, InvalidOption
 
 NULL = nulls.Uniform(0.1)
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2, torch.float8_e4m3fn]

@@ -10,8 +10,8 @@ from scipy import stats
 from crystallite.annealing import nulls
 from crystallite.annealing.anneal import anneal
 from crystallite.annealing.histogram import magnitude_histogram
-from crystallite.arrays import magnitudes
-from crystallite.errors import InvalidMatrix, InvalidOption
+from crystallite.core.arrays import magnitudes
+from crystallite.core.errors import InvalidMatrix, InvalidOption
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2, torch.float8_e4m3fn]
 

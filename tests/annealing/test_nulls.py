@@ -9,7 +9,7 @@ from scipy import stats
 from torch import nn
 
 from crystallite.annealing import nulls
-from crystallite.errors import CrystalliteError, InvalidMatrix, InvalidOption
+from crystallite.core.errors import CrystalliteError, InvalidMatrix, InvalidOption
 
 RNG = np.random.default_rng(0)
 LEVELS = (0.5, 0.05, 0.01, 1e-3, 1e-5)

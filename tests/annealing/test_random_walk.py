@@ -7,7 +7,7 @@ from torch import nn
 
 from crystallite.annealing import nulls
 from crystallite.annealing.random_walk import random_walk_test, relative_magnitude_cdf
-from crystallite.errors import InvalidOption
+from crystallite.core.errors import InvalidOption
 
 SIZES = [16, 64, 256, 1024, 4096]
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from crystallite.validation.batches import Batch
+from crystallite.data.batch import Batch
 
 
 def perceptron(hidden=32, alive=8, seed=0):

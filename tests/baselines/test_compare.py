@@ -17,7 +17,7 @@ ONNX = [name for name in METHODS if "ONNX" in name]
 @pytest.fixture(scope="module")
 def pair():
     net = perceptron(hidden=48, alive=12)
-    return net, cx.reorganize(net, budget=0.3, calibration=data(256, 2))
+    return net, cx.compress(net, budget=0.3, calibration=data(256, 2))
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +100,7 @@ def test_a_model_that_is_not_smaller_is_refused(pair):
 def test_ignored_layers_do_not_count(pair):
     """The budget is a share of the other layers, and the ignored one is left alone by all."""
     net = pair[0]
-    small = cx.reorganize(net, budget=0.5, calibration=data(256, 2), ignore="0")
+    small = cx.compress(net, budget=0.5, calibration=data(256, 2), ignore="0")
     found = compare(net, small, data(), calibration=data(), methods=["SVD", "random blocks"], ignore="0")
     for row in found[1:]:
         assert 8 * 48 < row.macs <= 1.03 * (8 * 48 + (48 * 48 + 48 * 4) / 2)
@@ -130,7 +130,7 @@ class Torn(nn.Module):
 def test_what_cannot_be_followed_is_skipped_and_the_rest_measured():
     torch.manual_seed(0)
     net = Torn().eval()
-    small = cx.reorganize(net, budget=0.5, calibration=data(256, 2))
+    small = cx.compress(net, budget=0.5, calibration=data(256, 2))
     found = {row.name: row for row in compare(net, small, data(), calibration=data())}
     for name in ("magnitude", "Wanda score", *ONNX):
         assert found[name].skipped

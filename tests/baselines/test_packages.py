@@ -8,7 +8,7 @@ import crystallite as cx
 from crystallite.baselines.compare import best_times
 from crystallite.baselines.onnx_runtime import InOnnxRuntime
 from crystallite.baselines.torch_pruning import pruned_by_graph
-from crystallite.validation.batches import Batch, run
+from crystallite.data.batch import Batch, run
 from crystallite.validation.cost import count_macs
 from tests.baselines.networks import Attention, batch, convolutions, perceptron
 from tests.operators.tolerance import assert_close

@@ -9,7 +9,7 @@ import crystallite as cx
 from crystallite.baselines.groups import Group, find_groups, without
 from crystallite.baselines.layers import find_layers, input_norms
 from crystallite.baselines.pruning import pruned, scores
-from crystallite.validation.batches import Batch, run
+from crystallite.data.batch import Batch, run
 from crystallite.validation.cost import count_macs
 from tests.baselines.networks import Attention, batch, convolutions, perceptron
 from tests.operators.tolerance import assert_close

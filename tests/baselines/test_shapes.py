@@ -8,7 +8,7 @@ from torch import nn
 
 import crystallite as cx
 from crystallite.baselines.shapes import decomposed, random_blocks
-from crystallite.validation.batches import run
+from crystallite.data.batch import run
 from crystallite.validation.cost import count_macs
 from tests.baselines.networks import batch, convolutions, perceptron
 from tests.operators.tolerance import assert_close

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from crystallite.core.errors import InvalidMatrix, InvalidOption
 from crystallite.discovery import discover
 from crystallite.discovery.coclustering import agreement
-from crystallite.errors import InvalidMatrix, InvalidOption
 from tests.discovery.tasks import block_network, draw, mlp, steps, trained
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from crystallite.errors import CrystalliteError
+from crystallite.core.errors import CrystalliteError
 from crystallite.monitoring import StructureMonitor
 from crystallite.monitoring.journal import read_journal
 

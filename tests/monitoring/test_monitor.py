@@ -10,8 +10,8 @@ from torch import nn
 
 from crystallite.annealing import nulls
 from crystallite.annealing.anneal import anneal
+from crystallite.core.errors import CrystalliteError, InvalidOption
 from crystallite.discovery import discover
-from crystallite.errors import CrystalliteError, InvalidOption
 from crystallite.monitoring import StructureMonitor
 from crystallite.monitoring.journal import read_journal
 from crystallite.structure.levels import level_profile

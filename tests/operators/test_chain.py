@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import crystallite as cx
-from crystallite.operators import engine
+from crystallite.operators.runtime import engine
 from tests.operators.tolerance import assert_close
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import crystallite as cx
-from crystallite.operators import engine
+from crystallite.operators.runtime import engine
 from tests.operators.tolerance import assert_close
 
 STRUCTURES = ["equal", "ragged", "one block", "dormant", "empty", "singletons", "wide and tall"]

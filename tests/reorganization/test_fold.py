@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from crystallite.errors import InvalidOption
+from crystallite.core.errors import InvalidOption
+from crystallite.graph.trace import trace
+from crystallite.models.record import Fold
 from crystallite.reorganization.fold import fold_, junctions, unfold_
-from crystallite.reorganization.graph import trace
-from crystallite.reorganization.record import Fold
 from crystallite.structure.bipartite import BipartiteStructure
 from crystallite.structure.decompose import decompose
 from tests.operators.tolerance import assert_close

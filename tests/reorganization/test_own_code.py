@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import crystallite as cx
+from crystallite.graph.trace import trace
 from crystallite.reorganization import rewrite
-from crystallite.reorganization.graph import trace
 from crystallite.structure.bipartite import BipartiteStructure
 from tests.operators.tolerance import assert_close
 from tests.reorganization.models import assert_same_state, block_linear, block_recurrent

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from crystallite.errors import CrystalliteError, InvalidOption
+from crystallite.cli.report import add_parser
+from crystallite.core.errors import CrystalliteError, InvalidOption
 from crystallite.report import report
-from crystallite.report.command import add_parser
 
 from .networks import front_rows, monitor_rows, planted_blocks, sweep_rows
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from crystallite.errors import InvalidOption
+from crystallite.core.errors import InvalidOption
 from crystallite.serving import Limits, Service
 from crystallite.serving.ray_engine import Scaling
 from crystallite.serving.ray_service import RayService

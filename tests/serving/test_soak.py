@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from crystallite.cli.bench_serve import compared
 from crystallite.serving import Service
-from crystallite.serving.bench_command import compared
 
 pytestmark = pytest.mark.slow
 

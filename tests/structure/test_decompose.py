@@ -260,8 +260,8 @@ def test_threads_and_blocks_do_not_change_the_result(monkeypatch):
     mask = rng.random((700, 900)) < 0.0006
     wanted = cx.decompose(mask, engine="matrix")
     before = torch.get_num_threads()
-    monkeypatch.setattr("crystallite.parallel._BYTES_PER_THREAD", 1)
-    monkeypatch.setattr("crystallite.arrays._BLOCK_BYTES", 2000)
+    monkeypatch.setattr("crystallite.core.parallel._BYTES_PER_THREAD", 1)
+    monkeypatch.setattr("crystallite.core.arrays._BLOCK_BYTES", 2000)
     try:
         for threads in (1, 2, 5):
             torch.set_num_threads(threads)

@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from crystallite.errors import InvalidOption
-from crystallite.validation.batches import Batch
+from crystallite.core.errors import InvalidOption
+from crystallite.data.batch import Batch
+from crystallite.data.outputs import same_structure, tensors
 from crystallite.validation.comparison import RunningComparison
-from crystallite.validation.outputs import same_structure, tensors
 
 
 def compare(original, other, *cuts):

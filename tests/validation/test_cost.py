@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import crystallite as cx
-from crystallite.validation.batches import Batch
+from crystallite.data.batch import Batch
 from crystallite.validation.cost import count_macs, measure_latency
 from tests.reorganization.models import block_convolution, block_linear, block_recurrent
 

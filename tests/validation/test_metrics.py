@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from crystallite.errors import InvalidOption
-from crystallite.validation.batches import Batch
+from crystallite.core.errors import InvalidOption
+from crystallite.data.batch import Batch
 from crystallite.validation.metrics import Metric, RunningMetric, as_metric
 
 

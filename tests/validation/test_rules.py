@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from crystallite.errors import InvalidOption
+from crystallite.core.errors import InvalidOption
 from crystallite.validation.comparison import Comparison, OutputComparison
 from crystallite.validation.metrics import MetricResult
 from crystallite.validation.rules import Rules, SliceResult, at_quantile, drop_bound, wilson_interval

@@ -11,7 +11,7 @@ from torch import nn
 
 import crystallite as cx
 from crystallite.annealing import nulls
-from crystallite.errors import InvalidOption
+from crystallite.core.errors import InvalidOption
 from crystallite.validation import sweep, validate
 from crystallite.validation.annealed import AnnealedModel
 from tests.operators.tolerance import assert_close

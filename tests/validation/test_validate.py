@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import crystallite as cx
-from crystallite.artifact import read_manifest
-from crystallite.errors import InvalidOption
+from crystallite.core.errors import InvalidOption
+from crystallite.models.artifact import read_manifest
 from crystallite.validation import Verdict, validate
 from tests.reorganization.models import block_linear
 

@@ -15,7 +15,7 @@ from hypothesis.extra import numpy as hnp
 from safetensors.torch import save_file
 from torch import nn
 
-from crystallite.errors import CheckpointError
+from crystallite.core.errors import CheckpointError
 from crystallite.weights import open_checkpoint
 
 TORCH_DTYPES = [

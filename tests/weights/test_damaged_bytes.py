@@ -8,7 +8,7 @@ import torch
 from onnx import helper, numpy_helper
 from safetensors.torch import save_file
 
-from crystallite.errors import CheckpointError
+from crystallite.core.errors import CheckpointError
 from crystallite.weights import open_checkpoint, recognise
 
 WEIGHT = np.random.default_rng(0).normal(size=(4, 32)).astype(np.float32)

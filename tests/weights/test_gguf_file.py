@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from crystallite.errors import CheckpointError
+from crystallite.core.errors import CheckpointError
 from crystallite.weights import open_checkpoint, recognise
 
 WEIGHT = np.random.default_rng(0).normal(size=(6, 64)).astype(np.float32)

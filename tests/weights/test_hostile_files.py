@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from crystallite.errors import CheckpointError
+from crystallite.core.errors import CheckpointError
 from crystallite.weights import open_checkpoint
 from tests.weights import test_gguf_file, test_onnx_file
 
@@ -300,7 +300,7 @@ def test_paths_that_are_no_files(tmp_path):
 
 MEASURE = """
 import sys
-from crystallite.errors import CheckpointError
+from crystallite.core.errors import CheckpointError
 from crystallite.weights import open_checkpoint
 peak = lambda: int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0])  # kB, of this program alone
 before = peak()

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from crystallite.errors import CheckpointError
+from crystallite.core.errors import CheckpointError
 from crystallite.weights import open_checkpoint, recognise
 from crystallite.weights.names import role_from_name
 from crystallite.weights.stored import TensorInfo

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from crystallite.parallel import compiled
+from crystallite.core.parallel import compiled
 from crystallite.structure.kernels import find
 
 __all__ = ["Shuffled", "shuffled"]

@@ -14,7 +14,7 @@ from crystallite.annealing.fitting import Empirical, choose
 from crystallite.annealing.histogram import MagnitudeHistogram, magnitude_histogram
 from crystallite.annealing.initial import candidates
 from crystallite.annealing.neyman import percolation_level
-from crystallite.arrays import Magnitudes
+from crystallite.core.arrays import Magnitudes
 from crystallite.structure.bipartite import BipartiteStructure
 from crystallite.structure.decompose import decompose, directed_from_words
 from crystallite.structure.directed import DirectedStructure

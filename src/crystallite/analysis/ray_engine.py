@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from crystallite.analysis.matrix import MatrixAnalysis, Options, analyze_layer
-from crystallite.errors import CrystalliteError, InvalidOption
+from crystallite.core.errors import CrystalliteError, InvalidOption
 from crystallite.weights.checkpoint import open_checkpoint
 from crystallite.weights.layers import recognise
 

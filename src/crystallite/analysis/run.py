@@ -18,7 +18,7 @@ from crystallite.analysis.matrix import MatrixAnalysis, Options, analyze_layer
 from crystallite.analysis.verdict import model_verdict
 from crystallite.annealing.neyman import CORRECTIONS, resolve_level
 from crystallite.annealing.random_walk import METHODS
-from crystallite.errors import InvalidOption
+from crystallite.core.errors import InvalidOption
 from crystallite.weights.checkpoint import Checkpoint, open_checkpoint
 from crystallite.weights.layers import Layer, recognise
 

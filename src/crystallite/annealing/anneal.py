@@ -16,8 +16,8 @@ from crystallite.annealing.histogram import count_at_least
 from crystallite.annealing.initial import candidates, named_weights
 from crystallite.annealing.neyman import neyman_level, resolve_level
 from crystallite.annealing.random_walk import METHODS, RandomWalk, random_walk_test
-from crystallite.arrays import Magnitudes, magnitudes
-from crystallite.errors import InvalidMatrix, InvalidOption
+from crystallite.core.arrays import Magnitudes, magnitudes
+from crystallite.core.errors import InvalidMatrix, InvalidOption
 
 __all__ = ["Annealing", "anneal"]
 

@@ -8,9 +8,9 @@ import numpy as np
 
 from crystallite.annealing import kernels
 from crystallite.annealing.histogram import non_finite
-from crystallite.arrays import Magnitudes
-from crystallite.errors import InvalidMatrix
-from crystallite.parallel import over_tasks, thread_count
+from crystallite.core.arrays import Magnitudes
+from crystallite.core.errors import InvalidMatrix
+from crystallite.core.parallel import over_tasks, thread_count
 
 __all__ = ["column_sums", "relative_histogram"]
 

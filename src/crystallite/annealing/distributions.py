@@ -15,7 +15,7 @@ from typing import Any, Self
 import numpy as np
 from scipy import special
 
-from crystallite.errors import InvalidOption
+from crystallite.core.errors import InvalidOption
 
 __all__ = ["Normal", "Null", "Orthogonal", "TruncatedNormal", "Uniform", "positive"]
 

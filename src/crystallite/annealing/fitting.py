@@ -12,8 +12,8 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from crystallite.annealing.distributions import Normal, Null, positive
 from crystallite.annealing.histogram import magnitude_histogram, non_finite
-from crystallite.arrays import Magnitudes, magnitudes
-from crystallite.errors import InvalidMatrix
+from crystallite.core.arrays import Magnitudes, magnitudes
+from crystallite.core.errors import InvalidMatrix
 
 __all__ = ["Empirical", "Fit", "FromInit", "choose", "fit", "sample_entries"]
 

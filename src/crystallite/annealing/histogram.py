@@ -9,9 +9,9 @@ import numpy as np
 
 from crystallite.annealing import kernels
 from crystallite.annealing.distributions import Null
-from crystallite.arrays import Magnitudes
-from crystallite.errors import InvalidMatrix
-from crystallite.parallel import over_rows, thread_count
+from crystallite.core.arrays import Magnitudes
+from crystallite.core.errors import InvalidMatrix
+from crystallite.core.parallel import over_rows, thread_count
 from crystallite.structure.components import kernel_arguments
 from crystallite.structure.kernels import count_survivors
 
@@ -26,7 +26,7 @@ class MagnitudeHistogram:
 
     Counts at bin edges are exact; a count inside a bin looks at that bin's entries once more, and remembers them.
 
-    >>> from crystallite.arrays import magnitudes
+    >>> from crystallite.core.arrays import magnitudes
     >>> h = magnitude_histogram(magnitudes(np.array([[0.5, -1.0], [0.25, 0.0]], np.float32)))
     >>> h.count_at_least(0.5), h.count_at_least(0.50001), h.largest
     (2, 1, 1.0)

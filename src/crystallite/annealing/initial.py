@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from crystallite.annealing.distributions import Normal, Null, Orthogonal, Uniform
-from crystallite.errors import InvalidOption
+from crystallite.core.errors import InvalidOption
 
 __all__ = [
     "candidates",

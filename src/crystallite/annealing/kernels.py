@@ -1,6 +1,6 @@
 """Compiled passes over blocks of matrix rows; each runs without the interpreter lock.
 
-`bits` are magnitudes as unsigned integers that may carry the sign (see `crystallite.arrays`), `values` the numbers
+`bits` are magnitudes as unsigned integers that may carry the sign (see `crystallite.core.arrays`), `values` the numbers
 themselves as float32 or float64. Accumulators are float64 or int64 and are added to, not overwritten.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from crystallite.parallel import compiled
+from crystallite.core.parallel import compiled
 
 __all__ = [
     "add_column_magnitudes",

@@ -9,8 +9,8 @@ import numpy as np
 from crystallite.annealing.distributions import Null
 from crystallite.annealing.histogram import magnitude_histogram
 from crystallite.annealing.multiplicity import benjamini_hochberg_level, bonferroni_level, holm_level
-from crystallite.arrays import Magnitudes
-from crystallite.errors import InvalidOption
+from crystallite.core.arrays import Magnitudes
+from crystallite.core.errors import InvalidOption
 
 __all__ = ["CORRECTIONS", "neyman_level", "percolation_level", "resolve_level"]
 

@@ -16,8 +16,8 @@ from scipy import special
 from crystallite.annealing import kernels
 from crystallite.annealing.columns import column_sums, relative_histogram
 from crystallite.annealing.distributions import Null
-from crystallite.arrays import Magnitudes, magnitudes
-from crystallite.errors import InvalidOption
+from crystallite.core.arrays import Magnitudes, magnitudes
+from crystallite.core.errors import InvalidOption
 
 __all__ = ["METHODS", "RandomWalk", "random_walk_test", "relative_magnitude_cdf"]
 

@@ -20,16 +20,16 @@ from crystallite.baselines.onnx_runtime import InOnnxRuntime
 from crystallite.baselines.pruning import pruned
 from crystallite.baselines.shapes import decomposed, random_blocks
 from crystallite.baselines.torch_pruning import pruned_by_graph
-from crystallite.discovery.calls import evaluating
-from crystallite.errors import CrystalliteError, InvalidOption
-from crystallite.refitting.calibration import Calibration
-from crystallite.refitting.groups import first_samples
-from crystallite.reorganization.graph import Untraceable
-from crystallite.validation.batches import Batch, batches, run
+from crystallite.compression.groups import first_samples
+from crystallite.core.errors import CrystalliteError, InvalidOption
+from crystallite.data.batch import Batch, batches, run
+from crystallite.data.calibration import Calibration
+from crystallite.data.calls import evaluating
+from crystallite.data.outputs import main_output, tensors
+from crystallite.graph.trace import Untraceable
 from crystallite.validation.comparison import RunningComparison
 from crystallite.validation.cost import count_macs
 from crystallite.validation.metrics import Metric, RunningMetric, as_metric
-from crystallite.validation.outputs import main_output, tensors
 from crystallite.validation.verdict import text_table
 
 __all__ = ["METHODS", "Row", "best_times", "compare", "makers", "table"]
@@ -85,7 +85,7 @@ def compare(
 ) -> list[Row]:
     """A row for the dense model, one for the smaller model, and one for each other method at the smaller one's cost.
 
-    - `small`: what `reorganize(model, budget=…)` returned; others may keep as many multiply-adds as it has, random
+    - `small`: what `compress(model, budget=…)` returned; others may keep as many multiply-adds as it has, random
       blocks, which come in whole numbers, 3 % more.
     - `data`, `metric`: to judge by, as for `validate`; also "cosine" or "agreement" (equal argmax) with the dense
       model, which need no targets. None: accuracy where targets are whole numbers, else the cosine. The first batch is
@@ -99,11 +99,11 @@ def compare(
 
     A method that does not apply, or whose package is missing, has a row that says why.
 
-    >>> from crystallite import reorganize
+    >>> from crystallite import compress
     >>> _ = torch.manual_seed(0)
     >>> model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 8))
     >>> x = torch.randn(400, 16)
-    >>> small = reorganize(model, budget=0.5, calibration=x)
+    >>> small = compress(model, budget=0.5, calibration=x)
     >>> rows = compare(model, small, x, calibration=x, methods=["magnitude", "SVD"])
     >>> [(row.name, row.share <= 0.5) for row in rows]
     [('dense', False), ('fitted', True), ('magnitude', True), ('SVD', True)]

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from crystallite.baselines.layers import CONVOLUTIONS
-from crystallite.errors import CrystalliteError, InvalidOption
-from crystallite.reorganization.graph import Axis, Spaces, trace
-from crystallite.upgrading.partition import own_neurons
-from crystallite.validation.batches import Batch, run
-from crystallite.validation.outputs import same_structure, tensors
+from crystallite.core.errors import CrystalliteError, InvalidOption
+from crystallite.data.batch import Batch, run
+from crystallite.data.outputs import same_structure, tensors
+from crystallite.graph.trace import Axis, Spaces, trace
+from crystallite.separation.partition import own_neurons
 
 __all__ = ["Group", "find_groups", "without"]
 

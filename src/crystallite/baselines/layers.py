@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from crystallite.errors import InvalidOption
-from crystallite.reorganization.units import find_units
-from crystallite.validation.batches import Batch, run
+from crystallite.core.errors import InvalidOption
+from crystallite.data.batch import Batch, run
+from crystallite.models.layers import find_units
 from crystallite.validation.cost import count_macs
 
 __all__ = ["CONVOLUTIONS", "find_layers", "input_norms", "largest"]

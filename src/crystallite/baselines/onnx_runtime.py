@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as trees
 
-from crystallite.exporting import export
-from crystallite.validation.batches import Batch, run
+from crystallite.data.batch import Batch, run
+from crystallite.export.onnx import export
 
 __all__ = ["InOnnxRuntime"]
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from crystallite.baselines.groups import Group, without
 from crystallite.baselines.layers import largest
-from crystallite.errors import InvalidOption
-from crystallite.validation.batches import Batch
+from crystallite.core.errors import InvalidOption
+from crystallite.data.batch import Batch
 
 __all__ = ["pruned", "scores"]
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from crystallite.baselines.layers import largest
-from crystallite.errors import InvalidOption
+from crystallite.compression.recurrent import expand_recurrent
+from crystallite.core.errors import InvalidOption
+from crystallite.data.batch import Batch
 from crystallite.operators.linear import BlockLinear
-from crystallite.refitting.recurrent import opened
-from crystallite.validation.batches import Batch
 from crystallite.validation.cost import count_macs
 
 __all__ = ["decomposed", "random_blocks"]
@@ -35,7 +35,7 @@ def decomposed(model: nn.Module, names: Sequence[str], batch: Batch, limit: int)
     )
     """
     recurrent = [name for name in names if isinstance(model.get_submodule(name), nn.RNNBase)]
-    model = opened(copy.deepcopy(model), recurrent)
+    model = expand_recurrent(copy.deepcopy(model), recurrent)
     inner = [f"{name}.layers.{i}" for name in recurrent for i in range(len(model.get_submodule(name).layers))]  # type: ignore[arg-type]
     names = [name for name in names if name not in recurrent]
     names += [f"{layer}.{product}" for layer in inner for product in ("input", "recurrent")]
@@ -101,11 +101,11 @@ def random_blocks(model: nn.Module, names: Sequence[str], batch: Batch, limit: i
 
 
 def _in_blocks(model: nn.Module, names: Sequence[str], blocks: int, seed: int) -> nn.Module:
-    chance = np.random.default_rng(seed)
+    rng = np.random.default_rng(seed)
     small = copy.deepcopy(model)
     for name in names:
         old: Any = small.get_submodule(name)
-        rows, columns = (chance.permutation(size) % blocks for size in old.weight.shape)
+        rows, columns = (rng.permutation(size) % blocks for size in old.weight.shape)
         cells = [(np.flatnonzero(rows == block), np.flatnonzero(columns == block)) for block in range(blocks)]
         small.set_submodule(name, BlockLinear.from_blocks(old.weight.detach(), old.bias, cells))
     return small

@@ -10,9 +10,9 @@ from typing import Any
 from torch import nn
 
 from crystallite.baselines.layers import largest
-from crystallite.errors import InvalidOption
-from crystallite.validation.batches import Batch, run
-from crystallite.validation.outputs import same_structure, tensors
+from crystallite.core.errors import InvalidOption
+from crystallite.data.batch import Batch, run
+from crystallite.data.outputs import same_structure, tensors
 
 __all__ = ["pruned_by_graph"]
 

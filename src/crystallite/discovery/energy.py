@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from crystallite.discovery.calls import Call, calls, evaluating
-from crystallite.errors import InvalidMatrix, InvalidOption
+from crystallite.core.errors import InvalidMatrix, InvalidOption
+from crystallite.data.calls import Call, calls, evaluating
 
 __all__ = ["Energy", "jacobian_energy"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from crystallite.errors import CrystalliteError
+from crystallite.core.errors import CrystalliteError
 
 if TYPE_CHECKING:
     from crystallite.monitoring.monitor import StructureMonitor

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from torch import nn
 
-from crystallite.errors import CrystalliteError, InvalidOption
+from crystallite.core.errors import CrystalliteError, InvalidOption
 from crystallite.monitoring.journal import Journal
 from crystallite.monitoring.measures import (
     MODEL,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from crystallite.errors import CrystalliteError
+from crystallite.core.errors import CrystalliteError
 from crystallite.monitoring.measures import FunctionalMap, Row
 
 __all__ = ["TensorBoard"]

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from crystallite.operators.engine import empty_blocks
+from crystallite.operators.runtime.engine import empty_blocks
 
 __all__ = ["Blocks"]
 

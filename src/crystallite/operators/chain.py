@@ -13,9 +13,9 @@ from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 from torch import Tensor, nn
 
-from crystallite.errors import InvalidMatrix, InvalidOption
+from crystallite.core.errors import InvalidMatrix, InvalidOption
 from crystallite.operators.chain_layer import ChainLayer
-from crystallite.operators.engine import (
+from crystallite.operators.runtime.engine import (
     Block,
     Plan,
     array,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from crystallite.operators.blocks import Blocks
-from crystallite.operators.engine import Block, Stage, array, cut, in_order, products
+from crystallite.operators.runtime.engine import Block, Stage, array, cut, in_order, products
 
 __all__ = ["ChainLayer"]
 

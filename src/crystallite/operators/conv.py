@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from crystallite.errors import InvalidMatrix, InvalidOption
+from crystallite.core.errors import InvalidMatrix, InvalidOption
 from crystallite.structure.bipartite import BipartiteStructure
 from crystallite.structure.decompose import decompose
 

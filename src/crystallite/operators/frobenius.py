@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from crystallite.errors import InvalidOption
+from crystallite.core.errors import InvalidOption
 from crystallite.structure.decompose import decompose
 
 __all__ = ["Block", "FrobeniusForm", "InputBlock", "Maps", "frobenius_form"]
@@ -77,7 +77,7 @@ class FrobeniusForm:
 
         >>> FrobeniusForm.from_description({"gates": 1, "hidden": 2, "blocks": [[0, 3, 0, False, 3, 0]], "inputs": []})
         Traceback (most recent call last):
-        crystallite.errors.InvalidOption: form: expected blocks that fill 2 units, got one at 0 that ends at 3
+        crystallite.core.errors.InvalidOption: form: expected blocks that fill 2 units, got one at 0 that ends at 3
         """
         hidden = description["hidden"]
         blocks = tuple(Block(*values) for values in description["blocks"])

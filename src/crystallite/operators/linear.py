@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from crystallite.arrays import as_matrix
-from crystallite.errors import InvalidMatrix
+from crystallite.core.arrays import as_matrix
+from crystallite.core.errors import InvalidMatrix
 from crystallite.operators.blocks import Blocks
-from crystallite.operators.engine import (
+from crystallite.operators.runtime.engine import (
     Block,
     Plan,
     Stage,

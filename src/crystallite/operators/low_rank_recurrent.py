@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from crystallite.errors import InvalidOption
-from crystallite.operators import recurrent_kernels as kernels
-from crystallite.operators.engine import can_run_compiled
+from crystallite.core.errors import InvalidOption
+from crystallite.core.parallel import compiled
 from crystallite.operators.frobenius import FrobeniusForm
 from crystallite.operators.recurrent_layer import GATES, BlockRecurrentLayer, Steps, run_native
 from crystallite.operators.recurrent_stack import RecurrentStack
-from crystallite.parallel import compiled
+from crystallite.operators.runtime import recurrent_kernels as kernels
+from crystallite.operators.runtime.engine import can_run_compiled
 
 __all__ = ["LowRankRecurrent", "LowRankRecurrentLayer"]
 

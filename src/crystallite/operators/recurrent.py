@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from crystallite.errors import InvalidMatrix, InvalidOption
-from crystallite.operators.engine import can_run_compiled
+from crystallite.core.errors import InvalidMatrix, InvalidOption
 from crystallite.operators.frobenius import FrobeniusForm, Maps, frobenius_form
 from crystallite.operators.recurrent_layer import GATES, BlockRecurrentLayer, Steps
 from crystallite.operators.recurrent_stack import RecurrentStack, suffixes
+from crystallite.operators.runtime.engine import can_run_compiled
 
 __all__ = ["BlockRecurrent"]
 
@@ -146,7 +146,7 @@ class BlockRecurrent(RecurrentStack):
         return sum(layer.form.macs for layer in self._layers())
 
     @property
-    def pays(self) -> bool:
+    def is_faster(self) -> bool:
         """Whether sequences of a hundred steps are expected to run faster than in the dense module."""
         calls = sum(len(layer.form.stacks) + len(layer.form.hearing) for layer in self._layers())
         return self.macs + _MACS_PER_CALL * calls < _EFFICIENCY[self.mode] * self.dense_macs

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from crystallite.errors import InvalidMap
-from crystallite.operators import recurrent_kernels as kernels
+from crystallite.core.errors import InvalidMap
+from crystallite.core.parallel import over_tasks
 from crystallite.operators.frobenius import Block, FrobeniusForm, Maps, frobenius_form
-from crystallite.operators.instructions import PANEL
-from crystallite.parallel import over_tasks
+from crystallite.operators.runtime import recurrent_kernels as kernels
+from crystallite.operators.runtime.instructions import PANEL
 
 __all__ = ["GATES", "BlockRecurrentLayer", "Steps", "run_native"]
 

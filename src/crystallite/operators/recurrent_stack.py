@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence
 
-from crystallite.errors import InvalidMatrix, InvalidOption
+from crystallite.core.errors import InvalidMatrix, InvalidOption
 from crystallite.operators.recurrent_layer import GATES, Steps
 
 __all__ = ["RecurrentStack", "suffixes"]

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from crystallite.errors import InvalidOption
-from crystallite.reorganization.graph import Axis, Layer, Spaces
-from crystallite.reorganization.record import Fold
+from crystallite.core.errors import InvalidOption
+from crystallite.graph.trace import Axis, Layer, Spaces
+from crystallite.models.record import Fold
 from crystallite.structure.bipartite import BipartiteStructure
 
 __all__ = ["Junction", "fold_", "junctions", "unfold_"]
@@ -41,7 +41,7 @@ def fold_(model: nn.Module, structures: dict[str, BipartiteStructure], spaces: S
     The model computes what it did, up to the rounding of reordered sums; `unfold_` undoes it bit for bit.
 
     >>> from crystallite import decompose
-    >>> from crystallite.reorganization.graph import trace
+    >>> from crystallite.graph.trace import trace
     >>> model = nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 2))
     >>> with torch.no_grad():
     ...     model[0].weight[::2, 0] = model[0].weight[1::2, 1] = 0
@@ -76,7 +76,7 @@ def unfold_(model: nn.Module, folds: Sequence[Fold]) -> None:
     >>> model = nn.Linear(2, 2)
     >>> unfold_(model, [Fold(torch.tensor([1, 0]), (("hidden.weight", 0),))])
     Traceback (most recent call last):
-    crystallite.errors.InvalidOption: the model has no tensor 'hidden.weight': take the dense model that was traced
+    crystallite.core.errors.InvalidOption: the model has no tensor 'hidden.weight': take the dense model that was traced
     """
     _move_(model, [(fold.order.argsort(), fold.places) for fold in folds])
 

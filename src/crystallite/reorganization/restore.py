@@ -7,21 +7,20 @@ import sys
 
 from torch import Tensor, nn
 
-from crystallite.description import put_
-from crystallite.errors import InvalidOption
+from crystallite.core.errors import InvalidOption
+from crystallite.models.layers import set_trained_, trained
+from crystallite.models.record import Reorganization
+from crystallite.models.swap import put_, replace_
+from crystallite.models.transformers_folder import write_config
 from crystallite.operators.chain import BlockChain
 from crystallite.operators.conv import BlockConv
-from crystallite.operators.feedforward import BlockFeedForward
+from crystallite.operators.feed_forward import BlockFeedForward
 from crystallite.operators.linear import BlockLinear
 from crystallite.operators.recurrent import BlockRecurrent
 from crystallite.reorganization.fold import unfold_
-from crystallite.reorganization.huggingface import write_config
-from crystallite.reorganization.record import Reorganization
-from crystallite.reorganization.rewrite import replace_
 from crystallite.reorganization.runs import stages
-from crystallite.reorganization.units import set_trained_, trained
 
-__all__ = ["DenseFeedForward", "restore"]
+__all__ = ["DenseFeedForward", "dense_form", "restore"]
 
 
 class DenseFeedForward(nn.Module):
@@ -50,8 +49,8 @@ def restore(model: nn.Module) -> nn.Module:
     """A copy of a reorganized model with every block operator replaced by the dense layers it stands for.
 
     Weights are those of the original after annealing, bit for bit, in their places and under their names. A module
-    that was replaced as a whole (a feed-forward pair) comes back as a `DenseFeedForward` of the same layers. For a
-    fitted model this is its own dense form, with the neurons and ranks it was given; `cx.restore` refuses it.
+    that was replaced as a whole (a feed-forward pair) comes back as a `DenseFeedForward` of the same layers. A
+    compressed model is refused: what its layers were is not in it.
 
     >>> from crystallite.reorganization.rewrite import reorganize
     >>> import torch
@@ -62,6 +61,19 @@ def restore(model: nn.Module) -> nn.Module:
     >>> again = restore(reorganize(model, level=None))
     >>> all(torch.equal(again.state_dict()[name], value) for name, value in model.state_dict().items())
     True
+    """
+    record = getattr(model, "reorganization", None)
+    if isinstance(record, Reorganization) and record.fitted:
+        raise InvalidOption(
+            "this model was compressed: its dense weights are gone, nothing can restore them; keep the original"
+        )
+    return dense_form(model)
+
+
+def dense_form(model: nn.Module) -> nn.Module:
+    """The same for any model with a record: a compressed one keeps the neurons and ranks that it was given.
+
+    What such a model computes stays what it is, layer by layer and with all neurons in the order of the original.
     """
     record = getattr(model, "reorganization", None)
     if not isinstance(record, Reorganization):

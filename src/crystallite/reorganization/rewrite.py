@@ -10,34 +10,24 @@ from torch import nn
 from tqdm import tqdm
 
 from crystallite.annealing import nulls
-from crystallite.description import put_
-from crystallite.errors import InvalidMatrix, InvalidOption
+from crystallite.core.errors import InvalidMatrix, InvalidOption
+from crystallite.graph.feed_forward import recognise_feed_forward
+from crystallite.graph.sequential_calls import whole_by_definition
+from crystallite.graph.trace import Spaces, Untraceable, trace
+from crystallite.models.layers import Unit, change, find_units, has_hooks, trained
+from crystallite.models.record import Fold, LayerChange, Reorganization
+from crystallite.models.swap import replace_
+from crystallite.models.transformers_folder import write_config
 from crystallite.operators.chain import BlockChain
-from crystallite.operators.feedforward import BlockFeedForward
+from crystallite.operators.feed_forward import BlockFeedForward
 from crystallite.operators.recurrent import BlockRecurrent
-from crystallite.reorganization.calls import whole_by_definition
-from crystallite.reorganization.feedforward import recognise_feed_forward
+from crystallite.reorganization.annealed_layers import anneal_, block_operator, blocks_are_faster, structure_of
+from crystallite.reorganization.cost_model import CostModel
 from crystallite.reorganization.fold import fold_
-from crystallite.reorganization.graph import Spaces, Untraceable, trace
-from crystallite.reorganization.huggingface import write_config
-from crystallite.reorganization.pays import Judge
-from crystallite.reorganization.record import Fold, LayerChange, Reorganization
 from crystallite.reorganization.runs import Run, chain, channel_pair, find_runs
-from crystallite.reorganization.units import (
-    Unit,
-    anneal_,
-    block_operator,
-    change,
-    find_units,
-    has_hooks,
-    set_trained_,
-    structure_of,
-    trained,
-    would_pay,
-)
 from crystallite.structure.bipartite import BipartiteStructure
 
-__all__ = ["reorganize", "replace_"]
+__all__ = ["reorganize"]
 
 _FEED_FORWARD = {
     "pair": "feed-forward pair, {blocks}",
@@ -115,21 +105,21 @@ def reorganize(
         structure = structure_of(unit)
         if structure is not None:
             structures[name] = structure
-    judge = Judge(only_if_faster)
-    paying = {name: s for name, s in structures.items() if would_pay(usable[name], s, judge)}
+    cost_model = CostModel(only_if_faster)
+    faster = {name: s for name, s in structures.items() if blocks_are_faster(usable[name], s, cost_model)}
     whole, folds, reason = whole_by_definition(result), list[Fold](), ""
-    if (fold and paying) or any(run.parent not in whole for run in find_runs(result, usable)):
+    if (fold and faster) or any(run.parent not in whole for run in find_runs(result, usable)):
         spaces, reason = _traced(result, example)
         whole |= frozenset() if spaces is None else spaces.whole
-        if fold and paying and spaces is not None and not reason:
-            folds = fold_(result, paying, spaces)
+        if fold and faster and spaces is not None and not reason:
+            folds = fold_(result, faster, spaces)
             moved = {name for each in folds for name, _ in each.places}
             structures |= {name: _now(usable[name]) for name in structures if f"{name}.weight" in moved}
-    rewrite = _Rewrite(result, usable, structures, judge, whole)
+    rewrite = _Rewrite(result, usable, structures, cost_model, whole)
     rewrite.run()
     rewrite.changes |= {name: _left_alone(unit) for name, unit in units.items() if unit.reason}
     options = {"level": level, "null": str(null), "correction": correction, "random_walk": random_walk, "rule": rule}
-    if fold and paying and reason:
+    if fold and faster and reason:
         options["not_folded"] = reason
     record = Reorganization([rewrite.changes[name] for name in units], folds, options)
     rewrite.model.reorganization = record  # type: ignore[assignment]
@@ -157,27 +147,33 @@ class _Rewrite:
     """The model while its units are replaced, those that go together before those that go alone."""
 
     def __init__(
-        self, model: nn.Module, units: dict[str, Unit], structures: dict[str, BipartiteStructure], judge: Judge,
-        whole: frozenset[str],
+        self, model: nn.Module, units: dict[str, Unit], structures: dict[str, BipartiteStructure],
+        cost_model: CostModel, whole: frozenset[str],
     ) -> None:  # fmt: skip
         """whole: nn.Sequentials that are only called as a whole."""
-        self.model, self.units, self.structures, self.judge, self.whole = model, units, structures, judge, whole
+        self.model, self.units, self.structures, self.cost_model, self.whole = (
+            model,
+            units,
+            structures,
+            cost_model,
+            whole,
+        )
         self.shares = {name: unit.kept_share for name, unit in units.items()}
-        self.paying = {name for name, s in structures.items() if would_pay(units[name], s, judge)}
+        self.faster = {name for name, s in structures.items() if blocks_are_faster(units[name], s, cost_model)}
         linear = {name: s for name, s in structures.items() if units[name].kind == "linear"}
-        self.links = {name for name, s in linear.items() if would_pay(units[name], s, judge, "link")}
+        self.links = {name for name, s in linear.items() if blocks_are_faster(units[name], s, cost_model, "link")}
         self.changes: dict[str, LayerChange] = {}
 
     def run(self) -> None:
         for name, module in list(self.model.named_modules()):
             self._feed_forward(name, module)
         for run in self._runs(self._left()):
-            pair = channel_pair(run, self._alone(run.names), self.judge)
+            pair = channel_pair(run, self._alone(run.names), self.cost_model)
             if pair is not None:
                 self._record_pair(run.names, pair, {})
                 self._replace_run(run, pair)
         for run in self._runs(self._left() & self.links):
-            found = chain(run, self.judge)
+            found = chain(run, self.cost_model)
             if found is not None:
                 self._record_chain(run.names, found)
                 self._replace_run(run, found)
@@ -197,7 +193,7 @@ class _Rewrite:
 
     def _alone(self, names: Sequence[str]) -> int:
         """Multiply-adds of some linear layers if each is replaced alone, or not at all."""
-        return sum(self.structures[n].macs if n in self.paying else self.units[n].macs for n in names)
+        return sum(self.structures[n].macs if n in self.faster else self.units[n].macs for n in names)
 
     def _kept(self, name: str) -> int:
         """Weights that are not zero: no way to cut the layer into blocks needs fewer multiply-adds."""
@@ -212,14 +208,14 @@ class _Rewrite:
         if len({trained(self.units[member].module) for member in names}) != 1:
             return
         kept, whole = (sum(f(n) for n in names) for f in (self._kept, lambda n: self.units[n].macs))
-        found = recognise_feed_forward(module) if self.judge.pays("feed-forward", whole, kept, 0) else None
+        found = recognise_feed_forward(module) if self.cost_model.is_faster("feed-forward", whole, kept, 0) else None
         if found is None:
             return
         first, second = module.get_submodule(found.first), module.get_submodule(found.second)
         gate = module.get_submodule(found.gate) if found.gate else None
         operator = BlockFeedForward.from_dense(first, found.activation, second, gate)  # type: ignore[arg-type]
-        pays = self.judge.pays("feed-forward", operator.dense_macs, operator.macs, operator.n_blocks)
-        if operator.macs >= self._alone(names) or not pays:  # of equals, layers with folded orders are faster
+        is_faster = self.cost_model.is_faster("feed-forward", operator.dense_macs, operator.macs, operator.n_blocks)
+        if operator.macs >= self._alone(names) or not is_faster:  # of equals, layers with folded orders are faster
             return
         self._record_pair(names, operator, {prefix + child: role for child, role in found.roles.items()})
         self._replace(name, operator, names)
@@ -260,7 +256,7 @@ class _Rewrite:
 
     def _single(self, unit: Unit) -> None:
         structure, share = self.structures.get(unit.name), self.shares[unit.name]
-        operator: Any = block_operator(unit, structure, self.judge)
+        operator: Any = block_operator(unit, structure, self.cost_model)
         if operator is None:
             blocks = 1 if structure is None else structure.n_blocks
             why = "one block" if blocks == 1 and structure is not None else "blocks would not pay"
@@ -273,17 +269,6 @@ class _Rewrite:
         if isinstance(operator, BlockRecurrent):
             became = f"{operator.n_sccs} SCCs in {became}"
         self.changes[unit.name] = change(unit, became, operator.macs, _size(operator), share, operator.n_blocks)
-
-
-def replace_(model: nn.Module, name: str, module: nn.Module) -> nn.Module:
-    """The model with another module at a place, in the mode and as frozen as the old one was, weights and biases apart.
-
-    That is the module itself if the place is the whole model.
-    """
-    old = model.get_submodule(name)
-    module.training = old.training  # only its own: activations inside it keep theirs
-    set_trained_(module, *trained(old))
-    return put_(model, name, module)
 
 
 def _left_alone(unit: Unit) -> LayerChange:

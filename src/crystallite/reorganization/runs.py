@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from crystallite.models.layers import has_hooks
 from crystallite.operators.chain import ELEMENTWISE, BlockChain
-from crystallite.operators.feedforward import BlockFeedForward
-from crystallite.reorganization.pays import Judge
-from crystallite.reorganization.units import has_hooks
+from crystallite.operators.feed_forward import BlockFeedForward
+from crystallite.reorganization.cost_model import CostModel
 
 __all__ = ["Run", "chain", "channel_pair", "find_runs", "stages"]
 
@@ -68,20 +68,20 @@ def _run(parent: str, stretch: list[tuple[str, nn.Module]]) -> Iterator[Run]:
         yield Run(parent, places, tuple(layers), tuple(layers.values()), activations)
 
 
-def chain(run: Run, judge: Judge) -> BlockChain | None:
+def chain(run: Run, cost_model: CostModel) -> BlockChain | None:
     """The run as one chain, or None if that would not pay."""
     found = BlockChain.from_dense(run.layers, run.activations)
-    return found if judge.pays("chain", found.dense_macs, found.macs, found.n_blocks) else None
+    return found if cost_model.is_faster("chain", found.dense_macs, found.macs, found.n_blocks) else None
 
 
-def channel_pair(run: Run, alternative: int, judge: Judge) -> BlockFeedForward | None:
+def channel_pair(run: Run, alternative: int, cost_model: CostModel) -> BlockFeedForward | None:
     """A run of two layers channel by channel, or None if that saves nothing over an alternative's multiply-adds."""
     if len(run.layers) != 2:
         return None
     found = BlockFeedForward.from_dense(run.layers[0], run.activations[0], run.layers[1])
     fewer = found.form == "channels" and found.macs < alternative
-    pays = judge.pays("feed-forward", found.dense_macs, found.macs, found.n_blocks)
-    return found if fewer and pays else None
+    is_faster = cost_model.is_faster("feed-forward", found.dense_macs, found.macs, found.n_blocks)
+    return found if fewer and is_faster else None
 
 
 def stages(operator: BlockChain | BlockFeedForward) -> list[nn.Module]:

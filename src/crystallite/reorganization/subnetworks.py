@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from crystallite.errors import InvalidOption
+from crystallite.core.errors import InvalidOption
 from crystallite.operators.chain import BlockChain
 from crystallite.operators.chain_layer import ChainLayer
-from crystallite.operators.feedforward import BlockFeedForward
+from crystallite.operators.feed_forward import BlockFeedForward
 from crystallite.operators.linear import BlockLinear
 
 __all__ = ["Subnetworks", "as_chain", "subnetworks"]

@@ -35,7 +35,7 @@ def next_steps(analysis: Analysis) -> list[tuple[str, str]]:
         steps.append(
             (
                 "Without training: fit smaller layers to inputs like the network's own.",
-                "cx.reorganize(model, budget=0.5, calibration=batches)",
+                "cx.compress(model, budget=0.5, calibration=batches)",
             )
         )
         steps.append(

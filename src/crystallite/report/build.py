@@ -16,9 +16,9 @@ import torch
 from tqdm import tqdm
 
 from crystallite.analysis import Analysis, analyze
-from crystallite.artifact import load
-from crystallite.errors import InvalidOption
-from crystallite.reorganization.summary import summary
+from crystallite.core.errors import InvalidOption
+from crystallite.models.artifact import load
+from crystallite.models.summary import summary
 from crystallite.report.drawing import Drawing
 from crystallite.report.layer_charts import class_chart, condensation_chart, histogram_chart, matrix_figure
 from crystallite.report.page import page

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from crystallite.errors import InvalidOption
+from crystallite.core.errors import InvalidOption
 
 __all__ = ["PALETTE", "SERIES", "Box", "Dot", "Drawing", "Label", "Line", "Raster", "Shape"]
 

@@ -278,8 +278,8 @@ def _facts(row: MatrixAnalysis) -> list[tuple[str, str]]:
     ]
     if row.shuffled is not None:
         count = row.shuffled["n_blocks"]
-        chance = f"{count:,} block{'s' * (count != 1)}, the largest {percent(row.shuffled['largest_share'])}"
-        facts.append(("The same in random places", chance))
+        rng = f"{count:,} block{'s' * (count != 1)}, the largest {percent(row.shuffled['largest_share'])}"
+        facts.append(("The same in random places", rng))
     if row.hubs is not None and row.hubs["separates"] and row.hubs["count"]:
         hubs = f"rows {_some(row.hubs['rows'])}; columns {_some(row.hubs['cols'])}"
         facts.append(("Hubs", f"{row.hubs['count']}: {hubs}; without them {row.hubs['n_blocks']} blocks"))

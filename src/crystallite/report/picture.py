@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from crystallite.arrays import Magnitudes, magnitudes
+from crystallite.core.arrays import Magnitudes, magnitudes
 from crystallite.structure.levels import LevelProfile
 
 __all__ = ["NEVER", "SHARES", "LevelOrder", "densities", "level_order", "share_stops"]

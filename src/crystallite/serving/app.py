@@ -14,13 +14,13 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from crystallite.serving.door import Door
 from crystallite.serving.limits import MOST_HEADER_BYTES
 from crystallite.serving.logs import Entry, current
 from crystallite.serving.model import ServedModel
 from crystallite.serving.openapi import document
 from crystallite.serving.protocol import HEADER_LENGTH, SERVER, decode, describe, encode
 from crystallite.serving.refusal import CLIENT_LEFT, Refusal
+from crystallite.serving.request_guard import RequestGuard
 from crystallite.serving.service import Service
 
 __all__ = ["application"]
@@ -53,7 +53,7 @@ def application(service: Service, token: str | None = None) -> Starlette:
 
 class _Handlers:
     def __init__(self, service: Service, token: str | None) -> None:
-        self._service, self._door = service, Door(service, token)
+        self._service, self._door = service, RequestGuard(service, token)
 
     def guard(self, handler: Handler) -> Handler:
         """The handler behind the token, with refusals as JSON, and with what came in the log."""

@@ -12,12 +12,12 @@ import torch
 from google.protobuf.message import DecodeError
 from torch import Tensor
 
-from crystallite.errors import InvalidOption
-from crystallite.serving.door import Door
+from crystallite.core.errors import InvalidOption
 from crystallite.serving.grpc_messages import PACKAGE, message
 from crystallite.serving.logs import Entry
 from crystallite.serving.protocol import OUTPUT, SERVER, Request, checked_shape, describe, from_bytes, to_bytes
 from crystallite.serving.refusal import CLIENT_LEFT, Refusal
+from crystallite.serving.request_guard import RequestGuard
 from crystallite.serving.service import Service
 from crystallite.serving.signature import DATATYPES, Signature
 
@@ -43,7 +43,7 @@ class GrpcServer:
 
     def __init__(self, service: Service, address: str, token: str | None, tls: tuple[bytes, bytes] | None) -> None:
         """`address` is host:port; `tls` a private key and a chain of certificates, PEM."""
-        methods = _Methods(Door(service, token))
+        methods = _Methods(RequestGuard(service, token))
         options = [
             ("grpc.max_receive_message_length", service.limits.max_bytes + _ENVELOPE),
             ("grpc.max_send_message_length", -1),
@@ -70,8 +70,8 @@ class GrpcServer:
 
 
 class _Methods:
-    def __init__(self, door: Door) -> None:
-        self._door, self._service = door, door.service
+    def __init__(self, guard: RequestGuard) -> None:
+        self._door, self._service = guard, guard.service
 
     def handlers(self) -> grpc.GenericRpcHandler:
         """Handlers of bytes: what cannot be read as a message is the caller's error, which gRPC would call ours."""

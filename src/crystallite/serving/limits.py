@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from crystallite.errors import InvalidOption
+from crystallite.core.errors import InvalidOption
 
 __all__ = ["MOST_HEADER_BYTES", "Limits"]
 
@@ -17,7 +17,7 @@ class Limits:
 
     >>> Limits(max_batch=0)
     Traceback (most recent call last):
-    crystallite.errors.InvalidOption: max_batch: expected at least 1, got 0
+    crystallite.core.errors.InvalidOption: max_batch: expected at least 1, got 0
     """
 
     max_batch: int = 64  # samples that are computed together; a larger request is computed alone

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from crystallite.artifact import load_mapped
+from crystallite.models.artifact import load_mapped
 from crystallite.reorganization.subnetworks import Subnetworks, as_chain
 from crystallite.serving.network import fused
 

@@ -11,10 +11,10 @@ from typing import Any
 
 from torch import nn
 
-from crystallite.artifact import load_mapped
-from crystallite.errors import InvalidOption
+from crystallite.core.errors import InvalidOption
+from crystallite.models.artifact import load_mapped
 from crystallite.operators.chain import BlockChain
-from crystallite.operators.feedforward import BlockFeedForward
+from crystallite.operators.feed_forward import BlockFeedForward
 from crystallite.operators.linear import BlockLinear
 from crystallite.reorganization.subnetworks import Subnetworks, subnetworks
 from crystallite.serving.machine import Machine, measure_machine

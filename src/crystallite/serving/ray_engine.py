@@ -25,8 +25,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from crystallite.artifact import source_sha256, without_weights
-from crystallite.errors import CheckpointError, InvalidOption
+from crystallite.core.errors import CheckpointError, InvalidOption
+from crystallite.models.artifact import source_sha256, without_weights
 from crystallite.serving.engine import Unreachable
 from crystallite.serving.limits import Limits
 from crystallite.serving.machine import Machine, measure_machine

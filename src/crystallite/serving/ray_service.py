@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from crystallite.errors import InvalidOption
+from crystallite.core.errors import InvalidOption
 from crystallite.serving.limits import Limits
 from crystallite.serving.listening import check_address, is_loopback
 from crystallite.serving.machine import Machine

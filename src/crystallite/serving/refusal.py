@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from crystallite.errors import CrystalliteError
+from crystallite.core.errors import CrystalliteError
 
 __all__ = ["CLIENT_LEFT", "Refusal"]
 

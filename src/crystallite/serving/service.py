@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from crystallite.errors import CrystalliteError, InvalidOption
+from crystallite.core.errors import CrystalliteError, InvalidOption
 from crystallite.serving.engine import LocalEngine
 from crystallite.serving.limits import Limits
 from crystallite.serving.machine import Machine

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from crystallite.arrays import Magnitudes
-from crystallite.errors import InvalidMatrix
-from crystallite.parallel import over_rows, thread_count
+from crystallite.core.arrays import Magnitudes
+from crystallite.core.errors import InvalidMatrix
+from crystallite.core.parallel import over_rows, thread_count
 from crystallite.structure import kernels
 
 __all__ = ["column_components", "kernel_arguments", "kernel_mask", "refuse_non_finite"]

@@ -7,8 +7,8 @@ from typing import Any, Literal, overload
 import numpy as np
 import torch
 
-from crystallite.arrays import Magnitudes, as_matrix, magnitudes
-from crystallite.errors import InvalidMatrix, InvalidOption
+from crystallite.core.arrays import Magnitudes, as_matrix, magnitudes
+from crystallite.core.errors import InvalidMatrix, InvalidOption
 from crystallite.structure import boolean, strong
 from crystallite.structure.bipartite import BipartiteStructure
 from crystallite.structure.components import column_components

@@ -9,10 +9,10 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from crystallite.errors import InvalidMatrix
-from crystallite.maps import Permutation
+from crystallite.core.errors import InvalidMatrix
+from crystallite.core.maps import Permutation
+from crystallite.core.tables import Table
 from crystallite.structure.strong import unpacked
-from crystallite.tables import Table
 
 __all__ = ["DirectedStructure"]
 

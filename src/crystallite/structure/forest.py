@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from crystallite.arrays import Magnitudes
-from crystallite.parallel import compiled, over_rows, thread_count
+from crystallite.core.arrays import Magnitudes
+from crystallite.core.parallel import compiled, over_rows, thread_count
 from crystallite.structure.components import kernel_arguments, kernel_mask, refuse_non_finite
 from crystallite.structure.kernels import best_links, collect_survivors, find
 

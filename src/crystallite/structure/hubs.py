@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from crystallite.arrays import Magnitudes, magnitudes
-from crystallite.errors import InvalidMatrix, InvalidOption
-from crystallite.maps import Permutation
-from crystallite.parallel import compiled
+from crystallite.core.arrays import Magnitudes, magnitudes
+from crystallite.core.errors import InvalidMatrix, InvalidOption
+from crystallite.core.maps import Permutation
+from crystallite.core.parallel import compiled
 from crystallite.structure.bipartite import BipartiteStructure
 from crystallite.structure.decompose import Threshold, edge_patterns
 from crystallite.structure.lanes import LANES, lowest_bit

@@ -1,7 +1,7 @@
 """Compiled passes over a matrix. Each reads a block of rows once, 64 entries at a time.
 
-Conventions: `block` holds magnitudes as unsigned integers (see `crystallite.arrays`), `mask` clears the sign (and is
-itself signed where it does, see `lanes`),
+Conventions: `block` holds magnitudes as unsigned integers (see `core.arrays`), `mask` clears the sign (and is itself
+signed where it does, see `lanes`),
 `threshold` is the smallest surviving pattern (one number, or one per column), `infinity` the first pattern that is
 not a finite number, or 0 where every pattern is one. A pass returns the first row it met with a non-finite entry,
 or −1.
@@ -17,7 +17,7 @@ import numpy as np
 from numba import njit, types
 from numba.extending import overload
 
-from crystallite.parallel import compiled
+from crystallite.core.parallel import compiled
 from crystallite.structure.lanes import LANES, bit_count, lowest_bit, surviving_lanes, unsettled_lanes
 
 __all__ = [

@@ -8,9 +8,9 @@ from typing import Any, Literal, NamedTuple, overload
 
 import numpy as np
 
-from crystallite.arrays import magnitudes
-from crystallite.errors import InvalidMatrix, InvalidOption
-from crystallite.parallel import compiled
+from crystallite.core.arrays import magnitudes
+from crystallite.core.errors import InvalidMatrix, InvalidOption
+from crystallite.core.parallel import compiled
 from crystallite.structure.bipartite import BipartiteStructure
 from crystallite.structure.decompose import decompose
 from crystallite.structure.forest import kruskal, roots, spanning_forest

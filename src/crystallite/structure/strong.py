@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from crystallite.arrays import Magnitudes
-from crystallite.parallel import compiled, over_rows
+from crystallite.core.arrays import Magnitudes
+from crystallite.core.parallel import compiled, over_rows
 from crystallite.structure.components import kernel_arguments, refuse_non_finite
 from crystallite.structure.kernels import find, inlined, pack_survivors
 from crystallite.structure.lanes import LANES, lowest_bit

@@ -15,10 +15,11 @@ from crystallite.annealing import nulls
 from crystallite.annealing.anneal import Annealing, anneal
 from crystallite.annealing.initial import named_weights
 from crystallite.annealing.neyman import neyman_level, resolve_level
-from crystallite.errors import InvalidOption
+from crystallite.core.errors import InvalidOption
+from crystallite.models.layers import Unit, find_units
 from crystallite.operators.conv import Convolution
 from crystallite.operators.recurrent import BlockRecurrent
-from crystallite.reorganization.units import Unit, find_units, structure_of
+from crystallite.reorganization.annealed_layers import structure_of
 
 __all__ = ["BONFERRONI", "AnnealedModel", "LayerStructure"]
 

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from crystallite.errors import InvalidOption
-from crystallite.validation.batches import Batch
-from crystallite.validation.outputs import same_structure, tensors
+from crystallite.core.errors import InvalidOption
+from crystallite.data.batch import Batch
+from crystallite.data.outputs import same_structure, tensors
 
 __all__ = ["Case", "Comparison", "OutputComparison", "RunningComparison"]
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from crystallite.validation.batches import Batch, run
+from crystallite.data.batch import Batch, run
 
 __all__ = ["Latency", "count_macs", "count_parameters", "measure_latency"]
 

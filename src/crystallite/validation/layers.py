@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from crystallite.reorganization.restore import restore
+from crystallite.reorganization.restore import dense_form
 
 __all__ = ["LayerDeviation", "LayerWatch", "comparable"]
 
@@ -29,7 +29,7 @@ def comparable(model: nn.Module) -> nn.Module:
     For a reorganized one that is its dense form: the same function, layer by layer and with all neurons in the
     original's order, where blocks may run as chains and hidden neurons may have changed places.
     """
-    return restore(model) if hasattr(model, "reorganization") else model
+    return dense_form(model) if hasattr(model, "reorganization") else model
 
 
 class LayerWatch:

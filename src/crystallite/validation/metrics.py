@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from crystallite.errors import InvalidOption
-from crystallite.validation.batches import Batch
-from crystallite.validation.outputs import main_output, tensors
+from crystallite.core.errors import InvalidOption
+from crystallite.data.batch import Batch
+from crystallite.data.outputs import main_output, tensors
 
 __all__ = ["METRICS", "Metric", "MetricResult", "RunningMetric", "as_metric"]
 
@@ -68,7 +68,7 @@ def as_metric(metric: str | Metric | Callable[[Any, Tensor], Any] | None) -> Met
     ('accuracy', True)
     >>> as_metric("f1")
     Traceback (most recent call last):
-    crystallite.errors.InvalidOption: metric must be one of accuracy, loss, retrieval or a function of (output,
+    crystallite.core.errors.InvalidOption: metric must be one of accuracy, loss, retrieval or a function of (output,
     target), got 'f1'
     """
     if metric is None or isinstance(metric, Metric):

@@ -9,7 +9,7 @@ from statistics import NormalDist
 
 import numpy as np
 
-from crystallite.errors import InvalidOption
+from crystallite.core.errors import InvalidOption
 from crystallite.validation.comparison import Comparison
 from crystallite.validation.metrics import MetricResult
 

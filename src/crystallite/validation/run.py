@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from crystallite.artifact import attach_verdict, load
-from crystallite.errors import InvalidOption
-from crystallite.validation.batches import Batch, batches, check_repeatable, repeatable, run
+from crystallite.core.errors import InvalidOption
+from crystallite.data.batch import Batch, batches, check_repeatable, repeatable, run
+from crystallite.models.artifact import attach_verdict, load
 from crystallite.validation.comparison import Comparison, RunningComparison
 from crystallite.validation.cost import count_macs, count_parameters, measure_latency
 from crystallite.validation.layers import LayerWatch, comparable

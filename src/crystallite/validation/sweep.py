@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from crystallite.annealing import nulls
-from crystallite.errors import CrystalliteError, InvalidOption
+from crystallite.core.errors import CrystalliteError, InvalidOption
+from crystallite.data.batch import Batch, batches, check_repeatable, equal_up_to_rounding, run
+from crystallite.data.outputs import tensors
 from crystallite.reorganization.rewrite import reorganize
 from crystallite.validation.annealed import BONFERRONI, AnnealedModel, LayerStructure
-from crystallite.validation.batches import Batch, batches, check_repeatable, equal_up_to_rounding, run
 from crystallite.validation.comparison import Comparison, RunningComparison
 from crystallite.validation.metrics import Metric, MetricResult, RunningMetric, as_metric
-from crystallite.validation.outputs import tensors
 from crystallite.validation.rules import Outcome, Rules, at_quantile
 from crystallite.validation.verdict import plain, text_table
 

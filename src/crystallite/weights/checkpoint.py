@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from crystallite.errors import CheckpointError
+from crystallite.core.errors import CheckpointError
 from crystallite.weights.archive import open_zip
 from crystallite.weights.folder import read_folder, read_index
 from crystallite.weights.gguf_file import read_gguf

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from crystallite.errors import CheckpointError
+from crystallite.core.errors import CheckpointError
 from crystallite.weights.checkpoint import Checkpoint
 from crystallite.weights.names import is_fused_qkv, layer_name, role_from_name
 from crystallite.weights.stored import Array, Layout, Role, TensorInfo

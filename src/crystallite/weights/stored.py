@@ -16,7 +16,7 @@ from typing import Any, Literal, NoReturn, TypeAlias
 import numpy as np
 import torch
 
-from crystallite.errors import CheckpointError
+from crystallite.core.errors import CheckpointError
 
 __all__ = [
     "NUMPY_DTYPES",

@@ -11,7 +11,7 @@ from typing import IO, Any, cast
 import numpy as np
 import torch
 
-from crystallite.errors import CheckpointError
+from crystallite.core.errors import CheckpointError
 from crystallite.weights.archive import ARCHIVE_ERRORS, open_zip
 from crystallite.weights.stored import Array, Contents, SourceFile, StoredTensor, TensorInfo, in_memory, refuse
 

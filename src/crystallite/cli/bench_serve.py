@@ -1,0 +1,210 @@
+"""`crystallite bench --serve`: how many requests a second a saved model answers, beside its dense form."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from crystallite.core.errors import CrystalliteError, InvalidOption
+from crystallite.models.artifact import load as load_artifact
+from crystallite.models.opening import open_model
+from crystallite.reorganization.restore import restore
+from crystallite.serving import load as load_program
+from crystallite.serving.engine import LocalEngine
+from crystallite.serving.limits import Limits
+from crystallite.serving.listening import Listener
+from crystallite.serving.load import Ask, Load
+from crystallite.serving.machine import measure_machine
+from crystallite.serving.metrics import Metrics
+from crystallite.serving.model import CutModel, ServedModel
+from crystallite.serving.plan import arrange
+from crystallite.serving.protocol import HEADER_LENGTH, INPUT
+from crystallite.serving.service import Service
+from crystallite.serving.signature import DATATYPES, Signature
+from crystallite.validation.verdict import text_table
+
+__all__ = ["add_parser", "best_quantile", "compared", "forward_seconds", "row", "run", "service_of"]
+
+_EXAMPLE = """\
+example:
+  crystallite bench --serve small --dense
+  crystallite bench --serve small --clients 50 --batch 8 --seconds 20 --json
+
+Clients are connections of another process on this machine; each asks again as soon as it is answered.
+"""
+
+
+def add_parser(commands: Any) -> tuple[argparse.ArgumentParser, Any]:
+    """Add the command to the others; it, and the group of what can be measured, of which one must be named."""
+    parser = commands.add_parser(
+        "bench",
+        help="how fast a saved model answers, or how a fitted one compares with other methods",
+        description="Measure a model on this machine: as a service under load, or beside other methods.",
+        epilog=_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--serve", type=Path, metavar="FOLDER", help="load on a server of what reorganize wrote")
+    parser.add_argument(
+        "--batch", type=int, metavar="N", help="samples per request, or timed at once (default: 1 or 32)"
+    )
+    parser.add_argument("--json", action="store_true", help="everything as JSON on standard output")
+    serving = parser.add_argument_group("with --serve")
+    serving.add_argument("--dense", action="store_true", help="also the dense model behind the same server")
+    serving.add_argument("--clients", type=int, default=20, metavar="N", help="connections (default: 20)")
+    serving.add_argument(
+        "--seconds", type=float, default=6.0, help="of load on each server, in three rounds (default: 6)"
+    )
+    serving.add_argument(
+        "--rounds", type=int, default=3, metavar="N", help="in which servers take turns; the best counts (default: 3)"
+    )
+    serving.add_argument("--max-batch", type=int, default=Limits().max_batch, help="samples computed together")
+    serving.add_argument("--original", metavar="MODEL", help="package.module:factory, for a model with its own code")
+    serving.add_argument("--shape", nargs="+", type=int, metavar="N", help="of a sample, where no first layer says it")
+    parser.set_defaults(run=run)
+    return parser, what
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print what the servers answered; 0."""
+    options.batch = 1 if options.batch is None else options.batch
+    for name in ("clients", "batch", "seconds", "rounds"):
+        if not 0 < getattr(options, name) < 1e5:
+            raise InvalidOption(f"--{name}: expected more than 0, got {getattr(options, name)}")
+    limits = Limits(max_batch=options.max_batch)
+    shape = None if options.shape is None else tuple(options.shape)
+    into = None if options.original is None else open_model(options.original, None)
+    models = {"reorganized": load_artifact(options.serve, into).eval()}
+    if options.dense:
+        models["dense"] = restore(models["reorganized"]).eval()
+    with ExitStack() as stack:
+        services = {
+            name: stack.enter_context(
+                Service.load({name: options.serve}, into=into, shape=shape, unvalidated=True, limits=limits)
+                if name == "reorganized"
+                else service_of(model, name, limits, shape)
+            )
+            for name, model in models.items()
+        }
+        loads = compared(services, options.clients, options.batch, options.seconds, options.rounds)
+        alone = compared(services, 1, options.batch, options.seconds / 3, options.rounds)
+        rows = [
+            {
+                **row(name, loads[name], services[name]),
+                "one client p50 ms": 1e3 * best_quantile(alone[name], 0.5),
+                "bare forward ms": 1e3 * forward_seconds(model, sample(services[name], options.batch)),
+            }
+            for name, model in models.items()
+        ]
+    if options.json:
+        print(json.dumps(rows, indent=1))
+        return 0
+    load = f"{options.clients} clients × batch {options.batch}, {options.seconds:g} s"
+    print(f"{load}, the best of {options.rounds} rounds; HTTP with binary tensors")
+    shown = [[f"{v:.4g}" if isinstance(v, float) else str(v) for v in found.values()] for found in rows]
+    print("\n".join(text_table([list(rows[0]), *shown])))
+    return 0
+
+
+def service_of(
+    model: nn.Module, name: str, limits: Limits | None = None, shape: tuple[int, ...] | None = None
+) -> Service:
+    """A service of a model as it is, for comparison: behind the same queue, uncut and without a verdict."""
+    limits = limits or Limits()
+
+    def opened(name: str, metrics: Metrics) -> ServedModel:
+        plan, network = arrange(model, 1, measure_machine())
+        cut = CutModel(name, "0", Path(), plan, network, Signature.of(model, network, shape), {})
+        return ServedModel.of(cut, LocalEngine(network.modules), limits, metrics)
+
+    return Service([name], opened, limits, lambda: None)
+
+
+def compared(
+    services: Mapping[str, Service], clients: int, batch: int, seconds: float, rounds: int
+) -> dict[str, list[Load]]:
+    """What each service answers under the same load, in some rounds in which they take turns."""
+    found: dict[str, list[Load]] = {name: [] for name in services}
+    with ExitStack() as stack:
+        asks = {}
+        for name, service in services.items():
+            listener = stack.enter_context(Listener(service, port=0))
+            asks[name] = _ask(listener, service, clients, batch, seconds / rounds)
+        for _ in range(rounds):
+            for name, ask in asks.items():
+                found[name].append(_loaded(ask))
+    return found
+
+
+def row(name: str, loads: Sequence[Load], service: Service) -> dict[str, Any]:
+    """The numbers of a service in its best rounds: whatever else runs on the machine only takes away from them."""
+    return {
+        "server": name,
+        "requests/s": max(load.per_second for load in loads),
+        "p50 ms": 1e3 * best_quantile(loads, 0.5),
+        "p99 ms": 1e3 * best_quantile(loads, 0.99),
+        "samples/batch": service.metrics.mean("crystallite_batch_samples"),
+        "refused": sum(sum(load.refused.values()) for load in loads),
+    }
+
+
+def best_quantile(loads: Sequence[Load], share: float) -> float:
+    """The seconds within which a share of the answers came, in the best round."""
+    return min(load.quantile(share) for load in loads)
+
+
+def forward_seconds(model: nn.Module, x: Tensor, seconds: float = 1.0) -> float:
+    """The median of plain calls of the model for a while."""
+    times: list[float] = []
+    with torch.no_grad():
+        while sum(times) < seconds or len(times) < 5:
+            started = time.perf_counter()
+            model(x)
+            times.append(time.perf_counter() - started)
+    return sorted(times)[len(times) // 2]
+
+
+def sample(service: Service, batch: int) -> Tensor:
+    """Random samples that the service's model takes."""
+    (model,) = service.models.values()
+    signature, size = model.signature, (batch, *model.signature.input_shape)
+    if signature.input_dtype == torch.int64:
+        return torch.randint(signature.vocabulary or 2, size)
+    return torch.randn(size).to(signature.input_dtype)
+
+
+def _ask(listener: Listener, service: Service, clients: int, batch: int, seconds: float) -> Ask:
+    (model,), x = service.models.values(), sample(service, batch)
+    raw = x.reshape(-1).view(torch.uint8).numpy().tobytes()
+    tensor = {
+        "name": INPUT, "datatype": DATATYPES[x.dtype], "shape": list(x.shape),
+        "parameters": {"binary_data_size": len(raw)},
+    }  # fmt: skip
+    header = json.dumps({"inputs": [tensor], "parameters": {"binary_data_output": True}}).encode()
+    head = f"POST /v2/models/{model.name}/infer HTTP/1.1\r\n{HEADER_LENGTH}: {len(header)}"
+    host, _, port = listener.url.removeprefix("http://").rpartition(":")
+    return Ask(host, int(port), head, (header + raw).hex(), clients, seconds, warmup=min(0.5, seconds))
+
+
+def _loaded(ask: Ask) -> Load:
+    """The load, from a process of its own."""
+    words = [sys.executable, "-I", load_program.__file__]
+    limit = ask.warmup + ask.seconds + 120
+    done = subprocess.run(words, input=json.dumps(asdict(ask)), capture_output=True, text=True, timeout=limit)
+    if done.returncode:
+        raise CrystalliteError(f"the load generator failed: {done.stderr[-300:]}")
+    load = Load(**json.loads(done.stdout))
+    if not load.latencies:
+        raise CrystalliteError(f"the server answered no request: {load.refused}")
+    return load

@@ -1,0 +1,159 @@
+"""What was allocated becomes forms, and forms become modules in the places of the layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from crystallite.compression.allocation import Allocation
+from crystallite.compression.groups import NeuronGroup
+from crystallite.compression.hubs import with_hubs
+from crystallite.compression.operator_specs import FittedOperator, OperatorSpec
+from crystallite.compression.partitions import best_cells
+from crystallite.compression.pruning import eliminate
+from crystallite.compression.sequential import fitted_operator
+from crystallite.compression.session import Session
+from crystallite.models.layers import Unit
+from crystallite.models.swap import replace_
+from crystallite.operators.conv import Convolution
+from crystallite.statistics.layer_io import matrix_of, set_layer_
+from crystallite.statistics.regression import Regression
+
+__all__ = ["Chooser", "assembled", "describe_forms", "sensitive", "size_of", "unfit"]
+
+
+def unfit(unit: Unit, in_blocks: bool) -> str:
+    """Why a layer cannot be fitted, or an empty string; in_blocks: not even to be cut into blocks."""
+    module, kind = unit.module, type(unit.module).__name__
+    if unit.kind == "linear" or (isinstance(module, Convolution) and module.groups == 1 and not in_blocks):
+        return ""
+    if isinstance(module, Convolution) and module.groups > 1:
+        return f"left alone: the {module.groups} groups of its channels are apart already"
+    if isinstance(module, nn.RNNBase) and not in_blocks:
+        return ""
+    if in_blocks and isinstance(module, (Convolution, nn.RNNBase)):
+        return f"left alone: only linear layers are fitted in blocks, this is a {kind}"
+    return f"left alone: no smaller operator is fitted to a {kind}"
+
+
+class Chooser:
+    """Gives each layer the form that was allocated to it."""
+
+    def __init__(self, session: Session, allocation: Allocation) -> None:
+        self.session, self.allocation = session, allocation
+
+    def __call__(self, name: str, regression: Regression, samples: int) -> FittedOperator:
+        left, spec = self.allocation.kept(name), self.allocation.spec(name)
+        if left is None:
+            return fitted_operator(regression, self._settled(spec, regression, regression))
+        kept, _ = eliminate(regression, [left], self.allocation.width(name))[left]
+        inner, inputs, numbers = regression.restricted(kept), len(regression.metric), kept.cpu().numpy()
+        place = np.full(inputs, -1)
+        place[numbers] = np.arange(len(kept))
+        cells = tuple((rows, place[columns][place[columns] >= 0]) for rows, columns in spec.blocks)
+        settled = self._settled(spec, regression, inner) if spec.provisional else replace(spec, blocks=cells)
+        form = fitted_operator(inner, settled)
+        whole = tuple((rows, numbers[columns]) for rows, columns in form.spec.blocks)
+        return replace(
+            form,
+            spec=replace(form.spec, blocks=whole),
+            weight=_spread(form.weight, kept, inputs),
+            down=None if form.down is None else _spread(form.down, kept, inputs),
+            kept=kept,
+        )
+
+    def _settled(self, spec: OperatorSpec, regression: Regression, inner: Regression) -> OperatorSpec:
+        """The best blocks where they are provisional; inner: the regression from those inputs that are left."""
+        if not spec.provisional:
+            return spec
+        cells = best_cells(inner, spec.n_blocks, self.session.seed)
+        if not any(spec.hubs):
+            return OperatorSpec(spec.rank, cells)
+        outputs, inputs = regression.weight.shape
+        return with_hubs(inner, cells, spec.macs(outputs, len(inner.metric), (outputs, inputs)), most=spec.hubs)
+
+
+def _spread(matrix: Tensor, columns: Tensor, size: int) -> Tensor:
+    """A matrix of more columns, zero where it had none."""
+    whole = matrix.new_zeros(len(matrix), size)
+    whole[:, columns] = matrix
+    return whole
+
+
+def assembled(
+    model: nn.Module, session: Session, operators: Mapping[str, FittedOperator], groups: Sequence[NeuronGroup]
+) -> tuple[nn.Module, dict[str, tuple[int, int]]]:
+    """The model, in place, with an operator for each form, and how many outputs and inputs of each layer are left."""
+    rows: dict[str, Tensor] = {}
+    for group in groups:
+        kept = operators[group.reader].kept
+        if kept is not None:
+            neurons = kept[:: group.width] // group.width
+            rows |= dict.fromkeys(group.writers, neurons)
+            for name in group.norms:
+                model = replace_(model, name, _smaller_norm(model.get_submodule(name), neurons))
+    embedded = {name for group in groups if group.heads for name in (*group.writers, group.reader)}
+    left = {}
+    for name, unit in session.units.items():
+        form, size = operators[name], matrix_of(unit.module).shape
+        outputs, inputs = (
+            torch.arange(count) if kept is None else kept
+            for count, kept in zip(size, (rows.get(name), form.kept), strict=True)
+        )
+        left[name] = (len(outputs), len(inputs))
+        old = model.get_submodule(name)
+        if (form.spec.rank or form.spec.blocks) or left[name] != size:
+            model = replace_(model, name, form.build(outputs, inputs, old, name in embedded))
+        else:
+            set_layer_(old, form.weight, form.bias)
+    return model, left
+
+
+def _smaller_norm(norm: Any, kept: Tensor) -> nn.Module:
+    """A batch norm of some of the channels."""
+    found = type(norm)(len(kept), norm.eps, norm.momentum, norm.affine, norm.track_running_stats)
+    for name, value in norm.state_dict().items():
+        getattr(found, name).data = value[kept.to(value.device)].clone() if value.ndim else value.clone()
+    return found
+
+
+def describe_forms(parts: Mapping[str, tuple[FittedOperator, tuple[int, int]]], session: Session) -> str:
+    """What a layer, or each product of a recurrent one, became, and its held-out error."""
+    texts = []
+    for name, (form, left) in parts.items():
+        outputs, inputs = matrix_of(session.units[name].module).shape
+        kinds = [f"{left[0]} of {outputs} outputs"] * (left[0] < outputs)
+        kinds += [f"{left[1]} of {inputs} inputs"] * (left[1] < inputs)
+        kinds += [str(form.spec)] * bool(form.spec.rank or form.spec.blocks)
+        text = ", ".join([*(kinds or ["dense, fitted again"]), f"error {form.error:.2%}"])
+        texts.append(_product_name(name, len(parts)) + text)
+    return "; ".join(texts)
+
+
+def _product_name(name: str, products: int) -> str:
+    """Which product of a recurrent layer this is, where there are several."""
+    layer, kind = name.split(".")[-2:] if products > 1 else ("", "")
+    return f"{kind.replace('recurrent', 'state')}s{f' {layer}' * (products > 2)}: " if kind else ""
+
+
+def sensitive(allocation: Allocation) -> dict[str, float]:
+    """Layers that stayed as they are, and the damage that half of their multiply-adds would have done; worst first."""
+    thinned = [curve.hidden for i, curve in enumerate(allocation.neurons) if allocation.chosen.get(i, 0)]
+    smaller = {name for hidden in thinned for name in (*hidden.writers, hidden.reader)}
+    found = {}
+    for name, curve in allocation.layers.items():
+        outputs, inputs = curve.size
+        halved = [d for spec, d in curve.options if spec.macs(outputs, inputs, curve.size) <= outputs * inputs / 2]
+        if not allocation.chosen.get(name, 0) and name not in smaller and halved:
+            found[name] = min(halved)
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+def size_of(module: nn.Module) -> int:
+    """Numbers in a module."""
+    return sum(p.numel() for p in module.parameters())

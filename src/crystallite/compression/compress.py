@@ -1,0 +1,392 @@
+"""`compress`: a copy of a model in which smaller operators stand for its layers, fitted without training."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from crystallite.compression.allocation import LayerCurve, NeuronCurve, Price, allocate, parameters
+from crystallite.compression.assembling import Chooser, assembled, describe_forms, sensitive, size_of, unfit
+from crystallite.compression.groups import NeuronGroup, find_neuron_groups, first_samples
+from crystallite.compression.guarantee import cheapest, check_tolerance, sample_losses, set_aside
+from crystallite.compression.int8_latency import Int8Latency
+from crystallite.compression.joint import fit_jointly
+from crystallite.compression.latency import Latency
+from crystallite.compression.operator_specs import FittedOperator, OperatorSpec
+from crystallite.compression.partitions import best_cells
+from crystallite.compression.polish import polish_
+from crystallite.compression.probing import probe
+from crystallite.compression.recurrent import ExpandedLayer, collapse_recurrent, expand_recurrent, inner_units
+from crystallite.compression.sequential import fit_layers_, fitted_operator
+from crystallite.compression.session import Session, output_error
+from crystallite.core.errors import InvalidOption
+from crystallite.data.batch import check_repeatable, equal_up_to_rounding, run
+from crystallite.data.calibration import Calibration
+from crystallite.data.calls import evaluating
+from crystallite.data.outputs import tensors
+from crystallite.graph.trace import Untraceable
+from crystallite.models.artifact import source_sha256
+from crystallite.models.layers import Unit, change, find_units
+from crystallite.models.record import LayerChange, Reorganization
+from crystallite.models.transformers_folder import write_config
+from crystallite.separation.blocks import in_blocks
+from crystallite.statistics.checkpoints import Checkpoints
+from crystallite.statistics.layer_io import call_counts, set_layer_
+from crystallite.statistics.observer import ForwardPlan
+from crystallite.statistics.regression import Regression
+
+__all__ = ["compress"]
+
+OBJECTIVES = ("macs", "parameters", "latency", "int8")
+_LESS = 0.995  # of the share allotted before, where the result was above the budget
+
+
+def compress(
+    model: nn.Module,
+    calibration: Any,
+    *,
+    budget: float | None = None,
+    blocks: int | None = None,
+    joint: bool = False,
+    tolerance: float | None = None,
+    confidence: float = 0.95,
+    risk: str = "deviation",
+    objective: str = "macs",
+    polish_steps: int = 0,
+    checkpoint: str | os.PathLike[str] | None = None,
+    ridge: float = 0.01,
+    seed: int = 0,
+    targets: str | Sequence[str] = ("*",),
+    ignore: str | Sequence[str] = (),
+    progress: bool = False,
+) -> nn.Module:
+    """A copy of the model whose layers are smaller operators that compute nearly the same.
+
+    - `budget`: the share of the layers' multiply-adds to keep, between 0 and 1, counted as often as a weight is used: a
+      convolution's at every place. Each linear layer, convolution or recurrent network becomes what does least damage:
+      fewer hidden neurons or channels, two layers of low rank, blocks, or it stays dense; all are ordinary small layers
+      wherever possible. How much of a layer can go is judged by held-out samples.
+    - `blocks`: instead of a budget, every linear layer as this many independent blocks.
+    - `joint`: with `blocks`, one partition through consecutive layers, so that they split into subnetworks.
+    - `tolerance`: instead of a budget, the cheapest one whose risk is at most this with the given `confidence` on data
+      like the calibration data; refused where it cannot be shown. `risk`: "deviation", the mean of ‖y′ − y‖ / ‖y‖ (at
+      most 1) over samples, or "disagreement", the share of other decisions (argmax). See `compression/guarantee.py`.
+    - `calibration`: batches of inputs as for `validate`; a few times as many samples (or tokens) as the widest layer
+      has inputs. The last fifth judges and is not fitted on. Of a large set the first 32,768 (more for layers
+      of more than 2,048 inputs) are fitted on; polishing learns from all of it. Targets are not used.
+    - `objective`: what the budget is a share of: "macs", multiply-adds; "parameters"; "latency", the measured time that
+      the layers take for the first batch, on this machine and its threads; or "int8", the time that they take in ONNX
+      Runtime once they are exported with 8-bit weights.
+    - `polish_steps`: so many steps of training inside the structure afterwards, to return what the dense model returns;
+      the best state by held-out error is kept. `checkpoint`: a folder for its state; called again after an
+      interruption, training goes on from there to the result it would have had.
+    - `ridge`: how strongly weights are pulled to the original ones, relative to the mean variance of the inputs.
+    - `targets`, `ignore`: a pattern of layer names, or several.
+
+    Damage is measured on everything the model returns: wrap a model of which only a part is used, so that it returns
+    that part alone. `cx.summary` says what each layer became and its held-out error. Other kinds of layers, tied
+    weights and layers that run several times in a call are left alone, and the summary says why.
+
+    >>> import torch
+    >>> _ = torch.manual_seed(0)
+    >>> model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 8))
+    >>> with torch.no_grad():
+    ...     model[2].weight[:, 16:] = 0  # 48 of 64 hidden neurons do nothing
+    >>> x = torch.randn(400, 16)
+    >>> small = compress(model, x, budget=0.25)
+    >>> small
+    Sequential(
+      (0): Linear(in_features=16, out_features=16, bias=True)
+      (1): ReLU()
+      (2): Linear(in_features=16, out_features=8, bias=True)
+    )
+    >>> torch.allclose(small(x), model(x), atol=1e-4)
+    True
+    """
+    _check(model, budget, blocks, joint, tolerance, objective, ridge, polish_steps, checkpoint)
+    if tolerance is not None:
+        check_tolerance(tolerance, confidence, risk)
+    widest = max((p[0].numel() for p in model.parameters() if p.ndim > 1), default=1)
+    data, aside = Calibration.read(calibration, widest, polish_steps > 0), ()
+    if tolerance is not None:
+        data, aside = set_aside(data, seed)  # type: ignore[assignment]
+    work = _Fitting.of(model, data, ridge, seed, targets, ignore, blocks is not None, objective, progress)
+
+    def polished(result: nn.Module, name: str) -> nn.Module:
+        if polish_steps:
+            work.polish_(result, polish_steps, None if checkpoint is None else Path(checkpoint) / name)
+        return result
+
+    if blocks is not None:
+        result = polished(work.in_blocks(blocks, joint), f"blocks-{blocks}")
+    elif budget is not None:
+        result = polished(work.in_budget(budget), f"budget-{budget:g}")
+    else:
+        assert tolerance is not None
+
+        def candidate(share: float) -> nn.Module | None:
+            made = work.in_budget(share) if work.reaches(share) else None
+            return None if made is None else polished(made, f"budget-{share:g}")
+
+        def losses(made: nn.Module) -> np.ndarray:
+            with evaluating(made):
+                return sample_losses(made, work.session.dense, aside, risk)
+
+        result, guarantee = cheapest(candidate, losses, tolerance, confidence, risk)
+        _record(result).options["guarantee"] = {**guarantee.to_json(), "text": str(guarantee)}
+    write_config(result, model)
+    return result
+
+
+def _check(
+    model: nn.Module, budget: float | None, blocks: int | None, joint: bool, tolerance: float | None, objective: str,
+    ridge: float, polish_steps: int, checkpoint: Any,
+) -> None:  # fmt: skip
+    if not isinstance(model, nn.Module):
+        raise InvalidOption(f"expected an nn.Module, got {type(model).__name__}")
+    if hasattr(model, "reorganization"):
+        raise InvalidOption("this model is reorganized already; pass the original")
+    given = {"budget": budget, "blocks": blocks, "tolerance": tolerance}
+    if sum(value is not None for value in given.values()) != 1:
+        came = ", ".join(f"{name}={value}" for name, value in given.items() if value is not None) or "none of them"
+        raise InvalidOption(f"pass either budget= or blocks= or tolerance=, got {came}")
+    if budget is not None and not 0 < budget <= 1:
+        raise InvalidOption(f"budget: expected a share of multiply-adds above 0 and up to 1, got {budget!r}")
+    if blocks is not None and (isinstance(blocks, bool) or not isinstance(blocks, int) or blocks < 2):
+        raise InvalidOption(f"blocks: expected an integer of at least 2, got {blocks!r}")
+    if joint and blocks is None:
+        raise InvalidOption("joint=True needs blocks=: the number of subnetworks")
+    if objective not in OBJECTIVES:
+        raise InvalidOption(f"objective: expected one of {', '.join(OBJECTIVES)}, got {objective!r}")
+    if objective != "macs" and blocks is not None:
+        raise InvalidOption("objective= says what a budget is a share of: pass budget= or tolerance= with it")
+    if not ridge > 0:
+        raise InvalidOption(f"ridge: expected a positive number, got {ridge!r}")
+    if isinstance(polish_steps, bool) or not isinstance(polish_steps, int) or polish_steps < 0:
+        raise InvalidOption(f"polish_steps: expected an integer of at least 0, got {polish_steps!r}")
+    if checkpoint is not None and not polish_steps:
+        raise InvalidOption("checkpoint= keeps the state of polishing: pass polish_steps= too")
+
+
+@dataclass(frozen=True)
+class _Fitting:
+    """A model ready to be fitted, once or for several budgets: its layers and data are known."""
+
+    model: nn.Module
+    session: Session
+    units: dict[str, Unit]  # all layers, also those that are left alone, in the order of the model
+    parts: dict[str, list[str]]  # the layers of the session that a layer consists of: itself, or a recurrent one's
+    objective: str  # of OBJECTIVES
+    progress: bool
+
+    @classmethod
+    def of(
+        cls, model: nn.Module, data: Calibration, ridge: float, seed: int, targets: str | Sequence[str],
+        ignore: str | Sequence[str], in_blocks: bool, objective: str, progress: bool,
+    ) -> _Fitting:  # fmt: skip
+        targets, ignore = ([p] if isinstance(p, str) else list(p) for p in (targets, ignore))
+        dense = copy.deepcopy(model).eval()
+        units = {unit.name: unit for unit in find_units(dense, targets, ignore)}
+        units = {name: replace(unit, reason=unit.reason or unfit(unit, in_blocks)) for name, unit in units.items()}
+        if all(unit.reason for unit in units.values()):
+            raise InvalidOption(f"no layer that can be fitted matches targets {targets} and ignore {ignore}")
+        check_repeatable(dense, first_samples(data.fitted[0], 8), "the model")
+        example = first_samples(data.fitted[0], 2)
+        names = [name for name, unit in units.items() if not unit.reason]
+        first = ForwardPlan.of(dense, names, example)
+        reasons = dict.fromkeys(first.reused, "left alone: it runs several times in a call")
+        reasons |= dict.fromkeys(first.unused, "left alone: it does not run on the calibration data")
+        units = {name: replace(unit, reason=unit.reason or reasons.get(name, "")) for name, unit in units.items()}
+        usable = {name: unit for name, unit in units.items() if not unit.reason}
+        if not usable:
+            raise InvalidOption(f"no layer can be fitted: {next(iter(reasons.values()))}")
+        counts = call_counts(dense, units, example)
+        dense = expand_recurrent(
+            dense, [name for name, unit in usable.items() if unit.kind == "recurrent"], ExpandedLayer
+        )
+        parts = {name: inner_units(unit, dense) for name, unit in usable.items()}
+        inner = {part.name: part for some in parts.values() for part in some}
+        counts |= {part.name: counts[name] for name, some in parts.items() for part in some}
+        uncut = {part.name for name, some in parts.items() if usable[name].kind == "recurrent" for part in some}
+        plan = ForwardPlan.of(dense, list(inner), example)
+        session = Session(dense, inner, data, plan, ridge, seed, counts, uncut)
+        named = {name: [part.name for part in some] for name, some in parts.items()}
+        return cls(model, session, units, named, objective, progress)
+
+    @cached_property
+    def hidden(self) -> tuple[list[NeuronGroup], str]:
+        """Neurons that may go, and why there are none where the model cannot be followed."""
+        try:
+            example = first_samples(self.session.data.fitted[0], 2)
+            return find_neuron_groups(copy.deepcopy(self.model).eval(), self.session.units, example), ""
+        except Untraceable as error:
+            return [], str(error)
+
+    @cached_property
+    def curves(self) -> tuple[dict[str, LayerCurve], list[NeuronCurve]]:
+        """Damage over size, probed once for all budgets."""
+        return probe(self.session, self.hidden[0], self.progress)
+
+    @cached_property
+    def price(self) -> Price | None:
+        """What the budget counts; None: multiply-adds."""
+        if self.objective in ("latency", "int8"):
+            return (Latency if self.objective == "latency" else Int8Latency)(self.session, self.hidden[0])
+        return parameters(self.curves[0]) if self.objective == "parameters" else None
+
+    def reaches(self, budget: float) -> bool:
+        """Whether the layers can be made so small."""
+        try:
+            allocate(*self.curves, budget, self.price)
+        except InvalidOption:
+            return False
+        return True
+
+    def in_budget(self, budget: float) -> nn.Module:
+        """The model within a budget.
+
+        What blocks cost depends on which of their neurons go, which is known when the layers are fitted: where the
+        result is above the budget, it is fitted again to a little less.
+        """
+        allotted = budget
+        while True:
+            result = self._fitted(allotted, budget)
+            share = self._share(result)
+            if share <= budget:
+                return result
+            allotted *= min(budget / share, _LESS)
+
+    def _share(self, result: nn.Module) -> float:
+        """Of the dense layers' cost, as far as it can be counted; time is what was measured when it was allotted."""
+        if self.objective not in ("macs", "parameters"):
+            return 0.0
+        before = after = 0.0
+        for each in _record(result).changes:
+            if each.name in self.parts:
+                calls = (self.session.call_counts.get(each.name) or 1) if self.objective == "parameters" else 1
+                before, after = before + each.macs_before / calls, after + each.macs_after / calls
+        return after / before
+
+    def _fitted(self, allotted: float, budget: float) -> nn.Module:
+        """The model with layers of the sizes that a budget allots; budget: what was asked for."""
+        session, (hidden, untraced) = self.session, self.hidden
+        allocation = allocate(*self.curves, allotted, self.price)
+        student = copy.deepcopy(session.dense)
+        operators = fit_layers_(session, student, Chooser(session, allocation), self.progress)
+        recurrent = [name for name in self.parts if self.units[name].kind == "recurrent"]
+        result, changes = expand_recurrent(copy.deepcopy(self.model), recurrent), {}
+        result, left = assembled(result, session, operators, hidden)
+        for name, parts in self.parts.items():
+            if name in recurrent:
+                result = collapse_recurrent(result, name)
+            became = describe_forms({part: (operators[part], left[part]) for part in parts}, session)
+            blocks = max(operators[part].spec.n_blocks or 1 for part in parts)
+            changes[name] = self._change(name, became, result.get_submodule(name), blocks)
+        _check_equal(result, student, session)
+        more: dict[str, Any] = {"budget": budget, "objective": self.objective, "fragile": sensitive(allocation)}
+        if untraced:
+            more["neurons_kept"] = untraced
+        return self._recorded(result, changes, more)
+
+    def _change(self, name: str, became: str, module: nn.Module, blocks: int) -> LayerChange:
+        """What became of a layer; multiply-adds count as often as its weight is used."""
+        unit, macs = self.units[name], sum(p.numel() for p in module.parameters() if p.ndim > 1)
+        found = change(unit, became, macs, size_of(module), macs / unit.macs, blocks)
+        calls = self.session.call_counts.get(name) or 1
+        return replace(found, macs_before=found.macs_before * calls, macs_after=found.macs_after * calls)
+
+    def in_blocks(self, blocks: int, joint: bool) -> nn.Module:
+        """The model in blocks."""
+        session = self.session
+        example = first_samples(session.data.fitted[0], 2)
+        arguments: Any = dict(example.named) if example.named else example.positional
+        if joint:
+            operators = fit_jointly(session, blocks, arguments, self.progress)
+        else:
+
+            def choose(name: str, regression: Regression, samples: int) -> FittedOperator:
+                outputs, inputs = regression.weight.shape
+                if min(outputs, inputs) < blocks or regression.constant:
+                    return fitted_operator(regression, OperatorSpec())
+                session.check_samples(name, -(-inputs // blocks), samples)
+                return fitted_operator(regression, OperatorSpec(0, best_cells(regression, blocks, session.seed)))
+
+            operators = fit_layers_(session, copy.deepcopy(session.dense), choose, self.progress)
+        student = copy.deepcopy(self.model)
+        for name, form in operators.items():
+            set_layer_(student.get_submodule(name), form.weight, form.bias)
+        cut = [name for name, form in operators.items() if form.spec.blocks]
+        if not cut:
+            raise InvalidOption(f"no layer has the {blocks} outputs and inputs that {blocks} blocks need")
+        result = in_blocks(student, cut, arguments)
+        record = _record(result)
+        changes = {
+            c.name: replace(c, became=f"{c.became}, error {operators[c.name].error:.2%}") for c in record.changes
+        }
+        for name, unit in session.units.items():
+            if name not in changes:
+                size = (unit.matrix.shape[0], unit.matrix.shape[1])
+                became = "dense: not joined with other layers"
+                if name in operators:
+                    became = describe_forms({name: (operators[name], size)}, session)
+                changes[name] = change(unit, became, unit.macs, size_of(unit.module), unit.kept_share, 1)
+        more = {"blocks": blocks, "joint": joint, **record.options}
+        return self._recorded(result, changes, more)
+
+    def _recorded(self, result: nn.Module, changes: dict[str, LayerChange], more: dict[str, Any]) -> nn.Module:
+        """The result with a record of what was done to it and what that costs."""
+        session = self.session
+        with evaluating(result):
+            held_out = [output_error(run(result, b), run(session.dense, b), b) for b in session.data.held_out]
+        for name, unit in self.units.items():
+            if unit.reason:
+                calls = session.call_counts.get(name) or 1
+                found = change(unit, unit.reason, unit.macs, size_of(unit.module), unit.kept_share, 1)
+                changes[name] = replace(found, macs_before=calls * unit.macs, macs_after=calls * unit.macs)
+        options = {"method": "fitted", "ridge": session.ridge, "seed": session.seed, **more}
+        options["held_out_error"] = sum(held_out) / len(held_out)
+        folds = getattr(getattr(result, "reorganization", None), "folds", [])
+        result.reorganization = Reorganization([changes[n] for n in self.units], folds, options)  # type: ignore[assignment]
+        return result
+
+    def polish_(self, result: nn.Module, steps: int, folder: Path | None) -> None:
+        """Train the result inside its structure, and say so in its record."""
+        session, record = self.session, _record(result)
+        checkpoints = None
+        if folder is not None:
+            run_identity = {
+                "model": source_sha256(self.model),
+                "steps": steps,
+                "samples": [b.size for b in (*session.data.all, *session.data.more)],
+            }
+            run_identity |= {name: record.options.get(name) for name in ("budget", "blocks", "joint", "ridge", "seed")}
+            run_identity["shapes"] = {name: list(p.shape) for name, p in result.named_parameters()}
+            checkpoints = Checkpoints(folder, run_identity)
+        done = polish_(result, session.dense, self.parts, session.data, steps, session.seed, checkpoints, self.progress)
+        record.options.update(polish=done.to_json(), held_out_error=done.after)
+
+
+def _record(result: nn.Module) -> Reorganization:
+    record: Any = result.reorganization
+    return record
+
+
+def _check_equal(result: nn.Module, student: nn.Module, session: Session) -> None:
+    """The smaller model must compute what the one it was cut from does."""
+    batch = first_samples(session.data.held_out[0], 8)
+    with evaluating(result):
+        found, expected = tensors(run(result, batch)), tensors(run(student, batch))
+    for path, value in expected.items():
+        if not equal_up_to_rounding(found[path], value):
+            raise InvalidOption(
+                f"{path}: the smaller model computes something else than its layers were fitted for; something between "
+                "them depends on their size: name the layers around it in ignore="
+            )

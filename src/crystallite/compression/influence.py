@@ -1,0 +1,89 @@
+"""What matters of what a layer writes: how much the model's outputs depend on it, in which directions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from crystallite.compression.recurrent import step_by_step
+from crystallite.compression.session import Session
+from crystallite.data.batch import Batch
+from crystallite.data.calibration import real_rows
+from crystallite.data.outputs import tensors
+from crystallite.data.running import device_of, returned
+from crystallite.operators.conv import Convolution
+from crystallite.statistics.layer_io import matrix_of
+
+__all__ = ["influence"]
+
+_SAMPLES = 2048
+_LEAST = 1e-2  # what any direction is taken to matter, as a share of the mean
+
+
+def influence(session: Session) -> dict[str, Tensor]:
+    """For each layer a matrix L (outputs, outputs): an error e of what it writes does damage in proportion to ‖Lᵀe‖².
+
+    LLᵀ is the mean of ggᵀ over rows, where g is the gradient of a sum of the model's outputs with random signs: on
+    average over the signs, gᵀe is what e adds to the outputs, to first order. Layers that no gradient reaches are left
+    out; so are convolutions, and layers that write more than they read, for which this would cost more than it gains.
+    Cost: gradients through the model for up to 2,048 samples.
+    """
+    names = [name for name, unit in session.units.items() if _can_be_weighed(unit.module, name in session.uncut)]
+    sums: dict[str, Tensor] = {}
+    rng, samples = torch.Generator().manual_seed(session.seed), 0
+    for batch in session.data.fitted if names else ():
+        if samples >= _SAMPLES:
+            break
+        samples += batch.size
+        for name, rows in _gradients(session.dense, names, batch, rng).items():
+            sums[name] = sums.get(name, 0) + (rows.T @ rows).double()
+    return {name: _root(total) for name, total in sums.items() if float(total.trace()) > 0}
+
+
+def _can_be_weighed(module: nn.Module, recurrent: bool) -> bool:
+    outputs, inputs = matrix_of(module).shape
+    return recurrent or (not isinstance(module, Convolution) and outputs <= inputs)
+
+
+def _root(total: Tensor) -> Tensor:
+    scaled = total / total.diagonal().mean()
+    scaled.diagonal().add_(_LEAST)
+    return torch.linalg.cholesky(scaled)
+
+
+def _gradients(model: nn.Module, names: Sequence[str], batch: Batch, rng: torch.Generator) -> dict[str, Tensor]:
+    """(rows, outputs) of each layer."""
+    written: dict[str, list[Tensor]] = {name: [] for name in names}
+
+    def keep(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, inputs: Any, output: Tensor) -> None:
+            if not output.is_inference():  # forward may allow no gradients
+                written[name].append(output if output.requires_grad else output.requires_grad_())
+
+        return hook
+
+    with ExitStack() as stack:
+        for name in names:
+            stack.callback(model.get_submodule(name).register_forward_hook(keep(name)).remove)
+        stack.enter_context(step_by_step(model))
+        stack.enter_context(torch.enable_grad())
+        found = tensors(returned(model, batch))
+        total = torch.zeros((), device=device_of(model))
+        for value in found.values():
+            if value.requires_grad and value.is_floating_point() and value.ndim:
+                rows = value.reshape(-1, value.shape[-1])[real_rows(batch, value.shape[:-1], value.numel(), 0)]
+                signs = torch.randint(2, rows.shape, generator=rng).to(rows) * 2 - 1
+                total = total + (rows * signs).sum() / rows.detach().std().clamp_min(torch.finfo(rows.dtype).tiny)
+        asked = [(name, one) for name, some in written.items() for one in some]
+        if not asked or not total.requires_grad:
+            return {}
+        gradients = torch.autograd.grad(total, [one for _, one in asked], allow_unused=True)
+    result: dict[str, list[Tensor]] = {}
+    for (name, _), gradient in zip(asked, gradients, strict=True):
+        if gradient is not None:
+            result.setdefault(name, []).append(gradient.reshape(-1, gradient.shape[-1]))
+    return {name: torch.cat(parts) for name, parts in result.items()}

@@ -1,0 +1,76 @@
+"""One partition through consecutive layers, so that a network becomes several that share nothing."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from crystallite.compression.operator_specs import FittedOperator, OperatorSpec
+from crystallite.compression.sequential import fit_layers_, fitted_operator
+from crystallite.compression.session import Session, output_error
+from crystallite.core.errors import InvalidOption
+from crystallite.data.batch import run
+from crystallite.data.calibration import real_rows
+from crystallite.separation.partition import Partition, decorrelated_partition, find_chains, random_partition
+from crystallite.statistics.observer import observe
+from crystallite.statistics.regression import Regression
+
+__all__ = ["fit_jointly"]
+
+_DRAWS = 2  # partitions of each kind that are tried
+
+
+def fit_jointly(session: Session, blocks: int, example: Any, progress: bool) -> dict[str, FittedOperator]:
+    """The forms of all layers, in blocks those that are joined; of a few partitions that with least held-out damage."""
+    chains = [
+        chain
+        for chain in find_chains(session.dense, list(session.units), (), example)
+        if len(chain.layers) > 1 and min(chain.sizes.values()) >= blocks
+    ]
+    if not chains:
+        raise InvalidOption(f"joint=True: no consecutive layers have the {blocks} neurons that {blocks} blocks need")
+    samples = _first_inputs(session, [chain.layers[0] for chain in chains])
+    best: tuple[float, dict[str, FittedOperator]] | None = None
+    for draw in range(session.seed, session.seed + _DRAWS):
+        for partition in (
+            random_partition(chains, blocks, draw),
+            decorrelated_partition(chains, blocks, samples, draw),
+        ):
+            student = copy.deepcopy(session.dense)
+            operators = fit_layers_(session, student, _Chooser(session, partition), progress)
+            lost = sum(output_error(run(student, b), run(session.dense, b), b) for b in session.data.held_out)
+            if best is None or lost < best[0]:
+                best = lost, operators
+    assert best is not None
+    return best[1]
+
+
+class _Chooser:
+    """Gives each layer of a partition its blocks, and fits the others again."""
+
+    def __init__(self, session: Session, partition: Partition) -> None:
+        self.session, self.partition = session, partition
+
+    def __call__(self, name: str, regression: Regression, samples: int) -> FittedOperator:
+        if name not in self.partition.layers:
+            return fitted_operator(regression, OperatorSpec())
+        rows, columns = self.partition.sides(name)
+        cells = tuple((np.flatnonzero(rows == b), np.flatnonzero(columns == b)) for b in range(self.partition.blocks))
+        self.session.check_samples(name, max(len(c) for _, c in cells), samples)
+        return fitted_operator(regression, OperatorSpec(0, cells))
+
+
+def _first_inputs(session: Session, names: list[str]) -> dict[str, Tensor]:
+    """What some layers read on the first batch."""
+    found: dict[str, Tensor] = {}
+    batch, carry = session.data.all[0], None
+    rows = partial(real_rows, batch, most=batch.size, seed=session.seed)
+    for segment, layer_groups in enumerate(session.plan.segments):
+        here = [name for layer_group in layer_groups for name in layer_group if name in names]
+        seen, carry = observe(session.dense, batch, session.plan, segment, carry, here, rows)
+        found |= {name: one.inputs for name, one in seen.items()}
+    return found

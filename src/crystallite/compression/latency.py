@@ -1,0 +1,82 @@
+"""What a layer costs in time: measured, for whatever it may become."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from crystallite.compression.groups import NeuronGroup
+from crystallite.compression.operator_specs import FittedOperator, OperatorSpec
+from crystallite.compression.session import Session
+from crystallite.data.batch import run
+from crystallite.operators.conv import Convolution
+from crystallite.statistics.layer_io import matrix_of
+
+__all__ = ["Latency"]
+
+RUNS = 5  # the best of which counts
+
+
+class Latency:
+    """The seconds that a layer takes for the first batch of the calibration data, on as many threads as PyTorch uses.
+
+    Measured when asked for, and once for all layers that are alike. What a layer reads is what it reads in the dense
+    model, cut to the inputs that are left. The product of a recurrent layer with its states is timed for all steps at
+    once, which is quicker than step by step.
+    """
+
+    def __init__(self, session: Session, groups: Sequence[NeuronGroup] = ()) -> None:
+        """groups: hidden neurons; layers around attention heads keep their sizes outwards."""
+        self.session, self.known = session, dict[Any, float]()
+        self.embedded = {name for group in groups if group.heads for name in (*group.writers, group.reader)}
+        self.read: dict[str, Tensor] = {}
+        with ExitStack() as hooks:
+            for name, unit in session.units.items():
+                hooks.callback(unit.module.register_forward_pre_hook(self._keep(name)).remove)
+            run(session.dense, session.data.fitted[0])
+
+    def _keep(self, name: str) -> Callable[..., None]:
+        def hook(module: Any, inputs: tuple[Any, ...]) -> None:
+            self.read[name] = inputs[0].detach()
+
+        return hook
+
+    def __call__(self, name: str, spec: OperatorSpec, outputs: int, inputs: int) -> float:
+        """Seconds of a layer that has become this shape and has so many outputs and inputs left."""
+        module, x = self.session.units[name].module, self.read[name]
+        sizes = tuple((len(rows), len(columns)) for rows, columns in spec.blocks)
+        whole = matrix_of(module).shape
+        embedded = name in self.embedded and (outputs, inputs) != whole
+        key = (type(module), whole, x.shape, spec.rank, sizes, outputs, inputs, embedded)
+        if key not in self.known:
+            self.known[key] = self._measured(module, x, spec, outputs, inputs, embedded)
+        return self.known[key]
+
+    def _measured(self, module: Any, x: Tensor, spec: OperatorSpec, outputs: int, inputs: int, embedded: bool) -> float:
+        whole = matrix_of(module).double()
+        up, down = (
+            (None, None) if not spec.rank else (whole[:, :1].expand(-1, spec.rank), whole[:1].expand(spec.rank, -1))
+        )
+        form = FittedOperator(spec, whole, whole[:, 0], 0.0, up, down)
+        rows, columns = (
+            torch.arange(most - left, most) for most, left in zip(whole.shape, (outputs, inputs), strict=True)
+        )
+        operator = form.build(rows, columns, module, embedded).eval()
+        if isinstance(module, Convolution):
+            channels = inputs // math.prod(module.kernel_size)
+            x = x.narrow(-1 - len(module.kernel_size), 0, channels)
+        elif not embedded:
+            x = x[..., :inputs]
+        x, best = x.contiguous(), math.inf
+        with torch.inference_mode():
+            for _ in range(1 + RUNS):
+                start = time.perf_counter()
+                operator(x)
+                best = min(best, time.perf_counter() - start)
+        return best

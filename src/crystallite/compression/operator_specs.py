@@ -1,0 +1,227 @@
+"""What a layer may become: dense, of low rank, blocks, or blocks joined by a channel of low rank or by hubs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from crystallite.operators.conv import Convolution
+from crystallite.operators.coupled import CoupledLinear
+from crystallite.operators.linear import BlockLinear
+
+__all__ = ["Blocks", "FittedOperator", "OperatorSpec", "approximate", "block_weights", "low_rank_factors"]
+
+_ROUNDS = 4  # of alternating least squares between blocks and the coupling channel
+Blocks = tuple[tuple[np.ndarray, np.ndarray], ...]  # (rows, columns) of each block; a row is in one of them at most
+
+
+@dataclass(frozen=True)
+class OperatorSpec:
+    """What a layer shall be: the blocks it keeps and the rank beside them. No blocks and no rank: dense.
+
+    Hubs join blocks: a hub input is a column of every cell, and all hub outputs together are one more cell, with all
+    columns. So a layer with hubs is made of blocks that share columns.
+    """
+
+    rank: int = 0
+    blocks: Blocks = ()
+    provisional: bool = False  # any cells of these sizes will do: better ones are looked for when the layer is fitted
+    hubs: tuple[int, int] = (0, 0)  # outputs that read all inputs, inputs that all outputs read
+    triangular: bool = False  # each block also reads what those before it read
+
+    @property
+    def n_blocks(self) -> int:
+        """How many blocks there are beside the hub outputs."""
+        return len(self.blocks) - bool(self.hubs[0])
+
+    def macs(self, outputs: int, inputs: int, total: tuple[int, int]) -> int:
+        """Multiply-adds where this many of `total` (outputs, inputs) are left; at most, as hubs are the last to go."""
+        coupling = self.rank * (outputs + inputs)
+        if not self.blocks:
+            return coupling if self.rank else outputs * inputs
+        inside = sum(len(rows) * len(columns) for rows, columns in self.blocks) - _border(*self.hubs, *total)
+        others = [max(0, left - hubs) for left, hubs in zip((outputs, inputs), self.hubs, strict=True)]
+        before = [max(1, size - hubs) for size, hubs in zip(total, self.hubs, strict=True)]
+        border = _border(outputs - others[0], inputs - others[1], outputs, inputs)
+        return round(inside * others[0] * others[1] / (before[0] * before[1])) + border + coupling
+
+    def __str__(self) -> str:
+        names = [f"{self.n_blocks} {'triangular ' * self.triangular}blocks"] * bool(self.blocks)
+        names += [f"rank {self.rank}"] * bool(self.rank)
+        for count, kind in zip(self.hubs, ("output", "input"), strict=True):
+            names += [f"{count} hub {kind}{'s' * (count > 1)}"] * bool(count)
+        return " + ".join(names) or "dense"
+
+
+def _border(hub_outputs: int, hub_inputs: int, outputs: int, inputs: int) -> int:
+    """Multiply-adds of hubs."""
+    return hub_outputs * inputs + (outputs - hub_outputs) * hub_inputs
+
+
+@dataclass(frozen=True)
+class FittedOperator:
+    """A fitted layer: its weight as one matrix and, for a coupling or a low rank, the factors."""
+
+    spec: OperatorSpec
+    weight: Tensor  # (outputs, inputs) float64, the whole of it
+    bias: Tensor  # (outputs,)
+    error: float  # share of the variance that it gets wrong on held-out samples
+    up: Tensor | None = None  # (outputs, rank)
+    down: Tensor | None = None  # (rank, inputs)
+    kept: Tensor | None = None  # inputs that it reads; None: all
+
+    def build(self, rows: Tensor, columns: Tensor, like: nn.Module, embedded: bool = False) -> nn.Module:
+        """The module that computes it for some outputs and from some inputs, with the dtype and bias of another.
+
+        embedded: it has all outputs and inputs all the same; the others are its bias, and not read.
+        """
+        if isinstance(like, Convolution):
+            return self._convolution(rows, columns, like)
+        own: Tensor = like.weight  # type: ignore[assignment]
+        bias = self.bias.to(own) if getattr(like, "bias", None) is not None else None
+        if self.spec.blocks:
+            coupling = 0 if self.up is None or self.down is None else self.up @ self.down
+            blocks = self._blocks(self.weight - coupling, rows, columns, bias, own, embedded)
+            if self.up is None or self.down is None:
+                return blocks
+            up, down = self.up[rows], self.down[:, columns]
+            if embedded:
+                up = torch.zeros_like(self.up).index_copy(0, rows, up)
+                down = torch.zeros_like(self.down).index_copy(1, columns, down)
+            return CoupledLinear.from_parts(blocks, up.to(own), down.to(own))
+        if self.up is None or self.down is None:
+            return _part(self.weight.to(own), bias, rows, columns, embedded)
+        ranks, mixed = torch.arange(self.spec.rank), _mixing(self.spec.rank).to(self.down)
+        first = _part((mixed @ self.down).to(own), None, ranks, columns, embedded)
+        return nn.Sequential(first, _part((self.up @ mixed.T).to(own), bias, rows, ranks, embedded))
+
+    def _convolution(self, rows: Tensor, columns: Tensor, like: Convolution) -> nn.Module:
+        """A convolution, or one to as many channels as the rank and one of single places after it."""
+        bias = None if like.bias is None else self.bias.to(like.weight)[rows]
+
+        def kernels(weight: Tensor) -> Tensor:
+            return weight.to(like.weight).view(len(weight), -1, *like.kernel_size)
+
+        settings = {name: getattr(like, name) for name in ("stride", "padding", "dilation", "padding_mode")}
+        if self.up is None or self.down is None:
+            return _conv(like, kernels(self.weight[rows][:, columns]), bias, settings)
+        up = self.up[rows].to(like.weight).view(len(rows), -1, *[1] * len(like.kernel_size))
+        return nn.Sequential(_conv(like, kernels(self.down[:, columns]), None, settings), _conv(like, up, bias, {}))
+
+    def _blocks(
+        self, weight: Tensor, rows: Tensor, columns: Tensor, bias: Tensor | None, own: Tensor, embedded: bool
+    ) -> BlockLinear:
+        places = [np.full(n, -1) for n in weight.shape]
+        for place, left in zip(places, (rows, columns), strict=True):
+            numbers = left.cpu().numpy()
+            place[numbers] = numbers if embedded else np.arange(len(left))
+        cells = [
+            tuple(p[side][p[side] >= 0] for p, side in zip(places, cell, strict=True)) for cell in self.spec.blocks
+        ]
+        kept = [(r, c) for r, c in cells if len(r) and len(c)]
+        if not embedded:
+            weight, bias = weight[rows][:, columns], None if bias is None else bias[rows]
+        return BlockLinear.from_blocks(weight.to(own), bias, kept)
+
+
+def _mixing(size: int) -> Tensor:
+    """An orthogonal matrix: what is handed on in a low rank is mixed, so that no number is much larger than another.
+
+    8-bit integers then have one scale that fits all; the components themselves would fall off by orders of magnitude.
+    """
+    rng = torch.Generator().manual_seed(0)
+    return torch.linalg.qr(torch.randn(size, size, generator=rng, dtype=torch.float64)).Q
+
+
+def _part(weight: Tensor, bias: Tensor | None, rows: Tensor, columns: Tensor, embedded: bool) -> nn.Module:
+    """Some rows and columns of a layer, as a smaller one or in their places."""
+    if embedded and (len(rows), len(columns)) != weight.shape:
+        return BlockLinear.from_blocks(weight, bias, [(rows.cpu().numpy(), columns.cpu().numpy())])
+    return _linear(weight[rows][:, columns], None if bias is None else bias[rows])
+
+
+def _conv(like: Any, weight: Tensor, bias: Tensor | None, settings: dict[str, Any]) -> nn.Module:
+    outputs, inputs, *kernel = weight.shape
+    layer = type(like)(
+        inputs,
+        outputs,
+        tuple(kernel),
+        bias=bias is not None,
+        device=weight.device,
+        dtype=weight.dtype,
+        **settings,
+    )
+    with torch.no_grad():
+        layer.weight.copy_(weight)
+        if layer.bias is not None and bias is not None:
+            layer.bias.copy_(bias)
+    return layer
+
+
+def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, weight.device, weight.dtype)
+    with torch.no_grad():
+        layer.weight.copy_(weight)
+        if bias is not None:
+            layer.bias.copy_(bias)
+    return layer
+
+
+def low_rank_factors(weight: Tensor, metric: Tensor, rank: int | None = None) -> tuple[Tensor, Tensor]:
+    """The factors (outputs, rank) and (rank, inputs) of what is closest to a weight under a metric, best first.
+
+    Reduced-rank regression: the leading eigenvectors of W M Wᵀ, times what is left of W in them.
+
+    >>> up, down = low_rank_factors(torch.diag(torch.tensor([1.0, 3.0])), torch.eye(2), 1)
+    >>> (up @ down).tolist()
+    [[0.0, 0.0], [0.0, 3.0]]
+    """
+    outputs, inputs = weight.shape
+    if outputs <= inputs:
+        _, vectors = torch.linalg.eigh(weight @ metric @ weight.T)
+        up = vectors.flip(1)[:, :rank]
+    else:  # the same vectors from the smaller side: the left singular ones of W L with M = LLᵀ
+        rooted = weight @ torch.linalg.cholesky(metric)
+        _, vectors = torch.linalg.eigh(rooted.T @ rooted)
+        up = torch.linalg.qr(rooted @ vectors.flip(1)[:, :rank]).Q
+    return up, up.T @ weight
+
+
+def block_weights(weight: Tensor, metric: Tensor, cells: Sequence[tuple[np.ndarray, np.ndarray]]) -> Tensor:
+    """The weight with nothing outside its cells that is closest to another one under a metric."""
+    product = weight @ metric
+    found = torch.zeros_like(weight)
+    for rows, columns in cells:
+        r, c = torch.from_numpy(rows).to(weight.device), torch.from_numpy(columns).to(weight.device)
+        if len(c) == len(metric):  # nothing is missing
+            found[r] = weight[r]
+        elif len(r) and len(c):
+            factor = torch.linalg.cholesky(metric[c][:, c])
+            found[r[:, None], c] = torch.cholesky_solve(product[r][:, c].T, factor).T
+    return found
+
+
+def approximate(weight: Tensor, metric: Tensor, spec: OperatorSpec) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The closest weight of a shape under a metric, with its factors where it has some.
+
+    >>> cells = ((np.array([0]), np.array([0])), (np.array([1]), np.array([1])))
+    >>> approximate(torch.tensor([[3.0, 1.0], [1.0, 2.0]]), torch.eye(2), OperatorSpec(blocks=cells))[0].tolist()
+    [[3.0, 0.0], [0.0, 2.0]]
+    """
+    if not spec.blocks:
+        if not spec.rank:
+            return weight, None, None
+        up, down = low_rank_factors(weight, metric, spec.rank)
+        return up @ down, up, down
+    blocks = block_weights(weight, metric, spec.blocks)
+    if not spec.rank:
+        return blocks, None, None
+    for _ in range(_ROUNDS):
+        up, down = low_rank_factors(weight - blocks, metric, spec.rank)
+        blocks = block_weights(weight - up @ down, metric, spec.blocks)
+    return blocks + up @ down, up, down

@@ -1,0 +1,1 @@
+"""Batches, what models return on them, and calibration data."""

@@ -1,0 +1,63 @@
+"""What models return, as named tensors: alone, in tuples, dicts, dataclasses, or nested."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from torch import Tensor
+
+from crystallite.core.errors import InvalidOption
+
+__all__ = ["main_output", "same_structure", "tensors"]
+
+
+def tensors(output: Any) -> dict[str, Tensor]:
+    """Every tensor in what a model returned, by where it stands. Other values, such as caches, are left out.
+
+    >>> import torch
+    >>> [(path, t.tolist()) for path, t in tensors({"logits": torch.ones(1), "states": (torch.zeros(1), None)}).items()]
+    [('output.logits', [1.0]), ('output.states[0]', [0.0])]
+    """
+    found = dict(_walk(output, "output"))
+    if not found:
+        raise InvalidOption(f"output: expected a tensor, or a tuple, dict or dataclass of them, got {type(output)}")
+    return found
+
+
+def _walk(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        yield path, value
+    elif isinstance(value, Mapping):  # the outputs of transformers are such
+        for key, item in value.items():
+            yield from _walk(item, f"{path}.{key}")
+    elif isinstance(value, (tuple, list)):
+        for i, item in enumerate(value):
+            yield from _walk(item, f"{path}[{i}]")
+    elif is_dataclass(value) and not isinstance(value, type):
+        for part in fields(value):
+            yield from _walk(getattr(value, part.name), f"{path}.{part.name}")
+
+
+def same_structure(original: dict[str, Tensor], reorganized: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The original's outputs, after checking that the reorganized model's have the same places and shapes."""
+    for path in [*original, *reorganized]:
+        shapes = [tuple(side[path].shape) if path in side else "nothing" for side in (original, reorganized)]
+        if shapes[0] != shapes[1]:
+            raise InvalidOption(
+                f"{path}: the original returns {shapes[0]} here, the reorganized model {shapes[1]}; "
+                "expected the same outputs from both"
+            )
+    return original
+
+
+def main_output(output: Any) -> Tensor:
+    """The tensor that a task is about: the logits if something is called so, else the first that is no single number.
+
+    >>> import torch
+    >>> main_output((torch.tensor(0.5), torch.ones(2, 3))).shape
+    torch.Size([2, 3])
+    """
+    found = tensors(output)
+    return found.get("output.logits", next((t for t in found.values() if t.ndim), next(iter(found.values()))))

@@ -1,0 +1,1 @@
+"""Tours on real networks: `crystallite demo`."""

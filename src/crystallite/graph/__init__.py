@@ -1,0 +1,1 @@
+"""Which neurons of a model belong together: the traced dataflow of their order."""

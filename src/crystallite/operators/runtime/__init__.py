@@ -1,0 +1,1 @@
+"""Kernels and the engine that runs layers of blocks."""

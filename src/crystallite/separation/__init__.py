@@ -1,0 +1,46 @@
+"""Upgrade learning: continued training inside a structure, and continued training until the structure is exact.
+
+```
+trained model, batches
+  └─ partition.py         chains of weights that share hidden neurons; a label for every neuron, k labels
+                          (regions.py: inputs that vary together; telling.py: neurons follow the inputs that tell them;
+                          modules.py: functional modules that were found)
+       └─ scale.py             hidden neurons in balanced units, so that a bound on weights means something
+            └─ refit.py             blocks fitted by least squares to what the dense layers compute
+                 └─ straight_through.py  the Neyman test inside the forward pass, its threshold rising to the null's
+                      └─ training.py          learning rate and threshold over time; checkpoint.py keeps the state
+                           └─ upgrade.py           harden, prove by `anneal` and `decompose`, `reorganize`, record
+```
+
+`update.py` is the paper's update rule: a global update shared out to the sub-operators. `transfer.py` carries tensors
+and the state of an optimizer between a dense model and its blocks, both ways. Blocks train with ordinary `backward()`
+and any optimizer; weights between them do not exist, so they have no gradients and no moments. `lora.py` lets PEFT's
+adapters train them.
+
+The package is named after a thing, so that `upgrade` stays a function.
+"""
+
+from crystallite.separation.input_clusters import cluster_partition
+from crystallite.separation.lora import lora_for_blocks
+from crystallite.separation.partition import Chain, Partition, decorrelated_partition, find_chains, random_partition
+from crystallite.separation.transfer import to_blocks, to_dense, transfer_optimizer
+from crystallite.separation.update import mask_gradients, redistribute, updated
+from crystallite.separation.upgrade import Upgrading, upgrade
+
+__all__ = [
+    "Chain",
+    "Partition",
+    "Upgrading",
+    "cluster_partition",
+    "decorrelated_partition",
+    "find_chains",
+    "lora_for_blocks",
+    "mask_gradients",
+    "random_partition",
+    "redistribute",
+    "to_blocks",
+    "to_dense",
+    "transfer_optimizer",
+    "updated",
+    "upgrade",
+]

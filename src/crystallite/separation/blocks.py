@@ -1,0 +1,76 @@
+"""An upgraded model rebuilt from its blocks, those of one chain as one operator."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+
+from crystallite.graph.sequential_calls import whole_by_definition
+from crystallite.models.layers import change, find_units
+from crystallite.models.record import Reorganization
+from crystallite.models.swap import replace_
+from crystallite.operators.chain import BlockChain
+from crystallite.reorganization.rewrite import reorganize
+from crystallite.reorganization.runs import Run, find_runs
+
+__all__ = ["clear_idle_", "in_blocks"]
+
+
+def _whole_runs(model: nn.Module, layers: Sequence[str]) -> list[Run]:
+    """Runs that no code of the model's own can call in part."""
+    whole = whole_by_definition(model)
+    return [run for run in find_runs(model, set(layers)) if run.parent in whole]
+
+
+@torch.no_grad()
+def clear_idle_(model: nn.Module, layers: Sequence[str]) -> None:
+    """Free the runs of an `nn.Sequential` of hidden neurons that do nothing, in place; the function stays the same.
+
+    A neuron that reads nothing emits a constant, which goes into the biases of its readers; a neuron that nobody reads
+    need not read. Then neurons are dormant on both sides or on none, and a chain of blocks moves nothing inside.
+    """
+    for run in _whole_runs(model, layers):
+        for before, between, after in zip(run.layers, run.activations, run.layers[1:], strict=False):
+            constant = ~before.weight.any(1)
+            if after.bias is not None:
+                emitted = before.weight.new_zeros(before.out_features) if before.bias is None else before.bias
+                training, between.training = between.training, False
+                after.bias.add_(after.weight[:, constant] @ between(emitted)[constant])
+                between.training = training
+                after.weight[:, constant] = 0
+        for before, after in reversed(list(pairwise(run.layers))):
+            before.weight[~after.weight.any(0)] = 0
+
+
+def in_blocks(model: nn.Module, layers: Sequence[str], example: Any) -> nn.Module:
+    """A copy of the model whose layers, block-structured already, are block operators; `reorganization` records it.
+
+    Consecutive layers of an `nn.Sequential` become one `BlockChain`: its subnetworks are what was trained for, even if
+    another way to cut the same zeros would save a few multiply-adds more. The other layers go through `reorganize`.
+    """
+    result, changes = copy.deepcopy(model), {}
+    units = {unit.name: unit for unit in find_units(result, layers, ())}
+    for run in _whole_runs(result, layers):
+        chain: Any = BlockChain.from_dense(run.layers, run.activations)
+        for name, layer in zip(run.names, chain.layers, strict=True):
+            became = f"{layer.n_blocks} blocks in a chain of {chain.n_subnetworks} subnetworks"
+            size = sum(p.numel() for p in layer.parameters())
+            changes[name] = change(units[name], became, layer.macs, size, units[name].kept_share, layer.n_blocks)
+        prefix = f"{run.parent}." if run.parent else ""
+        for place in run.places:
+            result = replace_(result, prefix + place, chain if place == run.places[0] else nn.Identity())
+    record = Reorganization([])
+    left = [name for name in layers if name not in changes]
+    if left:
+        made: Any = reorganize(result, level=None, targets=left, example=example, only_if_faster=False)
+        result, record = made, made.reorganization
+    changes |= {each.name: each for each in record.changes}
+    result.reorganization = Reorganization(  # type: ignore[assignment]
+        [changes[name] for name in layers], record.folds, {"level": None, **record.options}
+    )
+    return result

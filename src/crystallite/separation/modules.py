@@ -1,0 +1,66 @@
+"""A partition along the modules that were found in a network."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from crystallite.core.errors import InvalidOption
+from crystallite.data.batch import Batch
+from crystallite.data.running import call
+from crystallite.discovery.modules import Modules
+from crystallite.separation.partition import Chain, Partition
+from crystallite.separation.refit import seen
+from crystallite.separation.weights import owner
+
+__all__ = ["module_partition"]
+
+
+@torch.no_grad()
+def module_partition(found: Modules, model: nn.Module, chains: Sequence[Chain], batch: Batch) -> Partition:
+    """Every neuron in the block of its module.
+
+    Hidden neurons have the labels of the layer that writes them; the first layer must read the model's inputs as they
+    are or flattened, and a last layer write its outputs. Dormant neurons, which matter to no output, go to the modules
+    that have fewest neurons of their group.
+    """
+    if found.k < 2:
+        raise InvalidOption(f"modules: expected at least 2, got {found.k}: the network proposes no split of its own")
+    labels = tuple(
+        {group: _settled(_labels(found, model, chain, group, batch), found.k) for group in chain.sizes}
+        for chain in chains
+    )
+    return Partition(found.k, tuple(chains), labels)
+
+
+def _labels(found: Modules, model: nn.Module, chain: Chain, group: str, batch: Batch) -> np.ndarray:
+    writers = [name for name in chain.layers if chain.writes[name] == group]
+    readers = [name for name in chain.layers if chain.reads[name] == group]
+    for name in writers:
+        if name in found.hidden:
+            return found.hidden[name]
+        if _same(seen(model, owner(name)[0], batch)[1], call(model, batch)):
+            return found.outputs
+    for name in readers:
+        read = seen(model, owner(name)[0], batch)[0]
+        if any(_same(read, given) for given in (*batch.positional, *batch.named.values())):
+            return found.inputs
+    side, names = ("outputs", writers) if writers else ("inputs", readers)
+    raise InvalidOption(f"modules: no labels for the {side} of {', '.join(names)}; ignore this layer")
+
+
+def _same(one: Tensor, other: object) -> bool:
+    return isinstance(other, Tensor) and one.numel() == other.numel() and torch.equal(one.flatten(), other.flatten())
+
+
+def _settled(labels: np.ndarray, k: int) -> np.ndarray:
+    """Dormant ones shared out."""
+    labels = labels.copy()
+    counts = np.bincount(labels[labels >= 0], minlength=k)
+    for neuron in np.flatnonzero(labels < 0):
+        labels[neuron] = int(np.argmin(counts))
+        counts[labels[neuron]] += 1
+    return labels

@@ -1,0 +1,348 @@
+"""`upgrade`: continued training to exact separation."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from crystallite.annealing import nulls
+from crystallite.annealing.anneal import anneal
+from crystallite.core.errors import CrystalliteError, InvalidOption
+from crystallite.data.batch import Batch, batches, repeatable
+from crystallite.data.running import call
+from crystallite.discovery.modules import Modules
+from crystallite.graph.trace import trace
+from crystallite.models.artifact import source_sha256
+from crystallite.separation.assignment import assign_by_explained_variance
+from crystallite.separation.blocks import clear_idle_, in_blocks
+from crystallite.separation.input_clusters import cluster_partition
+from crystallite.separation.modules import module_partition
+from crystallite.separation.partition import (
+    Chain,
+    Partition,
+    decorrelated_partition,
+    find_chains,
+    joint_components,
+    random_partition,
+)
+from crystallite.separation.readouts import readouts_for
+from crystallite.separation.refit import refit_, seen
+from crystallite.separation.scale import balance_
+from crystallite.separation.straight_through import attach_, harden_
+from crystallite.separation.training import Epoch, Loss, Metric, Schedule, ends_of, train_
+from crystallite.separation.weights import owner, parameter, weight_of
+from crystallite.statistics.checkpoints import Checkpoints
+
+__all__ = ["Upgrading", "upgrade"]
+
+_ROWS = 4096  # of a batch, which say enough about how features vary together
+_SAMPLES = 8192  # rows that least squares reads, or four times the inputs of the widest block
+
+
+@dataclass(frozen=True)
+class Upgrading:
+    """How a model was upgraded, kept on it as `model.upgrading`."""
+
+    blocks: int  # of every chain, found by `decompose` in the annealed weights
+    partition: Partition
+    nulls: dict[str, nulls.Null]  # by parameter name: `anneal(w, null, level, rule="neyman")` keeps all nonzeros
+    level: float
+    thresholds: dict[str, float]  # by layer: what the null asks for at the level
+    schedule: Schedule
+    history: tuple[Epoch, ...]
+    balanced: tuple[str, ...]  # layers whose inputs were brought into balanced units first
+    strays: int  # weights of fragments beside the blocks that were set to zero at the end
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "blocks": self.blocks,
+            "chains": [list(chain.layers) for chain in self.partition.chains],
+            "nulls": {name: null.name for name, null in self.nulls.items()},
+            "level": self.level,
+            "thresholds": self.thresholds,
+            "schedule": asdict(self.schedule),
+            "history": [asdict(epoch) for epoch in self.history],
+            "balanced": list(self.balanced),
+            "strays": self.strays,
+        }
+
+    def __repr__(self) -> str:
+        last = self.history[-1]
+        metric = "" if last.metric is None else f", metric {last.metric:.4g}"
+        chains = len(self.partition.chains)
+        return (
+            f"Upgrading({self.blocks} blocks in {chains} chain{'s' * (chains > 1)}, "
+            f"{len(self.history)} epochs: loss {self.history[0].loss:.4g} → {last.loss:.4g}{metric}, "
+            f"{last.acting:.0%} of the weights inside blocks act)"
+        )
+
+
+def upgrade(
+    model: nn.Module,
+    *,
+    data: Any,
+    blocks: int | None = None,
+    modules: Modules | None = None,
+    loss: Loss | None = None,
+    metric: Metric | None = None,
+    epochs: int = 5,
+    learning_rate: float = 5e-3,
+    block_loss: float | None = None,
+    null: str | nulls.Null | Mapping[str, nulls.Null] = "init",
+    level: float = 0.001,
+    targets: str | Sequence[str] | None = None,
+    ignore: str | Sequence[str] = (),
+    partition: Partition | str = "auto",
+    seed: int = 0,
+    checkpoint: str | os.PathLike[str] | None = None,
+    progress: bool = False,
+) -> nn.Module:
+    """A reorganized copy of the model, trained on until it consists of exactly k independent blocks.
+
+    Neurons are shared out to blocks, the blocks are fitted by least squares to what the dense layers compute, and the
+    model is fine-tuned while weights have to pass a Neyman test whose threshold rises to the null's own. At the end
+    `anneal(w, null, level, rule="neyman")` keeps exactly the nonzero weights of every layer and `decompose` finds
+    exactly k blocks, jointly through each chain of layers; both are checked. `result.upgrading` says how.
+
+    - `blocks`: k, for blocks that are made; or `modules`: what `discover` found, for blocks along them.
+    - `data`: batches that can be gone through again and again, as a `DataLoader`; (inputs, target) where there is a
+      loss. Their order follows `seed` where it depends on PyTorch's random numbers.
+    - `loss`: loss(output, target). None: no labels; the model learns to return what the dense one returns.
+    - `block_loss`: weight of a second loss, the mean over blocks of what each alone would lose by a linear readout of
+      its own to the whole output. None: 1 for blocks that are made, where there is a loss and one chain of linear
+      layers leads to one vector per sample; else 0. Readouts are trained along and then thrown away.
+    - `metric`: called with the model in evaluation mode after every epoch, for the history.
+    - `null`: "init" for what each layer was initialised from (`nulls.for_module`), one null, or a dict by parameter
+      name. If the model was trained with weight decay pass the nulls `shrunk` by it.
+    - `level`: the strictest level at which nothing is annealed away; larger ones keep everything too.
+    - `targets`, `ignore`: patterns of layer names. By default all layers that share hidden neurons with others: MLPs,
+      feed-forward pairs of transformers, stacks of convolutions (blocks of channels); and recurrent networks (blocks of
+      hidden units, each reading inputs of its own). The last layer of a classifier is among them; ignore it if every
+      output may read every block, and the first convolution if images have fewer channels than there are blocks.
+    - `partition`: which neuron goes to which block. "regions" keeps inputs together that vary together, "spread" gives
+      every block inputs of all kinds; "auto" takes regions where a layer that is not separated reads all blocks, and
+      spreads inputs where an output can read one block only. Hidden neurons and outputs of linear layers follow: each
+      goes where it is told best (see `separation/assignment.py`). Also "random", or a `Partition`.
+    - `checkpoint`: a folder for the state of the run; called again after an interruption, the run goes on from there
+      to the result it would have had.
+
+    Scale: ReLU networks can be rescaled neuron by neuron without change of function, which would move weights over any
+    bound. Hidden neurons are therefore brought into balanced units first (see `separation/scale.py`) and never rescaled
+    afterwards. Parameters with `requires_grad=False` stay as they are, except that layers to separate are fitted.
+
+    >>> _ = torch.manual_seed(0)
+    >>> x = torch.randn(64, 8)
+    >>> net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    >>> with torch.no_grad():  # as if trained: weights beyond what initialisation draws
+    ...     _ = net[0].weight.mul_(4), net[2].weight.mul_(4)
+    >>> small = upgrade(net, blocks=2, data=[x], epochs=40)
+    >>> small.upgrading.blocks, len(small.upgrading.history)
+    (2, 40)
+    """
+    made = partition if isinstance(partition, Partition) and blocks is None else None
+    _check(model, (blocks, modules, made), epochs, learning_rate, block_loss, level)
+    data = repeatable(data)
+    with torch.random.fork_rng(devices=[]):  # whoever calls keeps their random numbers
+        torch.manual_seed(seed)
+        batch = next(batches(data))
+        example = dict(batch.named) or batch.positional
+        dense, student = copy.deepcopy(model).eval(), copy.deepcopy(model).eval()
+        found_or_given = modules is not None or isinstance(partition, Partition)
+        if isinstance(partition, str):
+            chains = find_chains(model, None if targets is None else _patterns(targets), _patterns(ignore), example)
+            if modules is not None:
+                partition = module_partition(modules, dense, chains, batch)
+            else:
+                partition = _partition(partition, dense, chains, blocks, data, seed)
+        elif blocks is not None and partition.blocks != blocks:
+            raise InvalidOption(f"blocks: expected {partition.blocks}, as the partition has, got {blocks}")
+        blocks = partition.blocks
+        initial = _initial(student)
+        chosen = {parameter(name): _chosen(null, parameter(name), initial) for name in partition.layers}
+        thresholds = {name: chosen[parameter(name)].threshold(level) for name in partition.layers}
+        balanced = balance_(student, trace(student, example), initial | chosen, lambda: call(student, batch))
+        dense.load_state_dict(student.state_dict())  # the same function in the same units
+        readouts = None if loss is None or block_loss == 0 else readouts_for(dense, partition, batch)
+        if block_loss and readouts is None:
+            raise InvalidOption("block_loss: needs a loss, and one chain of linear layers that leads to a vector each")
+        weight = (0.0 if readouts is None or found_or_given else 1.0) if block_loss is None else block_loss
+        schedule = Schedule(epochs, learning_rate, block_loss=weight)
+        checkpoints = None
+        if checkpoint is not None:
+            run_identity = {
+                "model": source_sha256(model), "partition": _fingerprint(partition), "level": level, "seed": seed,
+                "nulls": {name: repr(value) for name, value in chosen.items()}, "schedule": asdict(schedule),
+                "loss": loss is not None,
+            }  # fmt: skip
+            checkpoints = Checkpoints(checkpoint, run_identity)
+        if checkpoints is None or checkpoints.latest() is None:
+            refit_(student, dense, partition, _some(data, partition.chains, blocks))
+        gates = {}
+        for name in partition.layers:
+            student, gates[name] = attach_(student, name, partition)
+        history = train_(
+            student,
+            dense,
+            gates,
+            thresholds,
+            ends_of(dense, partition.chains, batch),
+            data,
+            loss,
+            metric,
+            schedule,
+            readouts if weight else None,
+            seed,
+            checkpoints,
+            progress,
+        )
+    for name in partition.layers:
+        student = harden_(student, name)
+    clear_idle_(student, partition.modules)
+    strays = sum(_drop_strays_(student, *each) for each in zip(partition.chains, partition.labels, strict=True))
+    _prove(student, partition, chosen, level)
+    student.train(model.training)
+    record = Upgrading(blocks, partition, chosen, level, thresholds, schedule, tuple(history), tuple(balanced), strays)
+    small: Any = in_blocks(student, partition.modules, example)
+    small.reorganization.options["upgrade"] = record.to_json()
+    small.upgrading = record
+    return small
+
+
+def _patterns(patterns: str | Sequence[str]) -> list[str]:
+    return [patterns] if isinstance(patterns, str) else list(patterns)
+
+
+def _check(
+    model: nn.Module, given: Sequence[Any], epochs: int, learning_rate: float, block_loss: float | None, level: float
+) -> None:
+    if sum(one is not None for one in given) != 1:
+        raise InvalidOption("expected one of blocks=k, modules=what discover found, and a Partition")
+    if not isinstance(model, nn.Module):
+        raise InvalidOption(f"expected an nn.Module, got {type(model).__name__}")
+    if hasattr(model, "reorganization"):
+        raise InvalidOption("this model is reorganized already; pass the original, or cx.restore(model)")
+    if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1:
+        raise InvalidOption(f"epochs must be an integer of at least 1, got {epochs!r}")
+    if not 0 < learning_rate < float("inf"):
+        raise InvalidOption(f"learning_rate must be a positive number, got {learning_rate!r}")
+    if block_loss is not None and not 0 <= block_loss < float("inf"):
+        raise InvalidOption(f"block_loss must be a number of at least 0, got {block_loss!r}")
+    if not 0 < level < 1:
+        raise InvalidOption(f"level must be a number between 0 and 1, got {level!r}")
+
+
+def _initial(model: nn.Module) -> dict[str, nulls.Null]:
+    found = nulls.for_module(model)
+    return found if isinstance(found, dict) else {"weight": found}
+
+
+def _chosen(null: Any, parameter: str, initial: Mapping[str, nulls.Null]) -> nulls.Null:
+    found = initial if null == "init" else null
+    if isinstance(found, Mapping):
+        if parameter not in found:
+            raise InvalidOption(f"no null for {parameter}; the mapping has {', '.join(found) or 'no names'}")
+        found = found[parameter]
+    if not isinstance(found, nulls.Null):
+        raise InvalidOption(f'{parameter}: null must be "init", a null from crystallite.nulls or a dict, got {null!r}')
+    return found
+
+
+def _some(data: Any, chains: Sequence[Chain], blocks: int) -> list[Batch]:
+    """The first batches, enough for least squares."""
+    widest = max(size for chain in chains for size in chain.sizes.values())
+    wanted, found, samples = max(_SAMPLES, 4 * -(-widest // blocks)), [], 0
+    for batch in batches(data):
+        mask = batch.named.get("attention_mask")
+        samples += int(mask.sum()) if isinstance(mask, Tensor) else batch.size
+        found.append(batch)
+        if samples >= wanted:
+            break
+    return found
+
+
+@torch.no_grad()
+def _partition(kind: str, model: nn.Module, chains: Sequence[Chain], blocks: Any, data: Any, seed: int) -> Partition:
+    if kind == "random":
+        return random_partition(chains, blocks, seed)
+    if kind not in ("auto", "spread", "regions"):
+        raise InvalidOption(f'partition must be "auto", "regions", "spread", "random" or a Partition, got {kind!r}')
+    some = _some(data, chains, blocks)
+    return assign_by_explained_variance(_inputs_shared_out(kind, model, chains, blocks, some, seed), model, some)
+
+
+def _inputs_shared_out(
+    kind: str, model: nn.Module, chains: Sequence[Chain], blocks: int, some: Sequence[Batch], seed: int
+) -> Partition:
+    """A partition that takes care of inputs; all others are shared out at random."""
+    read = {c.layers[0]: torch.cat([_features(model, c.layers[0], b) for b in some]) for c in chains}
+    if kind == "regions":
+        return cluster_partition(chains, blocks, read, seed)
+    spread = decorrelated_partition(chains, blocks, read, seed)
+    apart = [chain for chain in chains if kind == "auto" and chain.read_on and not chain.tiles]
+    regions = cluster_partition(apart, blocks, read, seed)
+    chosen = dict(zip((chain.layers for chain in apart), regions.labels, strict=True))
+    labels = (chosen.get(c.layers, own) for c, own in zip(chains, spread.labels, strict=True))
+    return Partition(spread.blocks, spread.chains, tuple(labels))
+
+
+def _features(model: nn.Module, name: str, batch: Batch) -> Tensor:
+    """(rows, features) that a layer reads, some of them; the features of a convolution are its channels."""
+    module = owner(name)[0]
+    x = seen(model, module, batch)[0]
+    x = x.data if isinstance(x, PackedSequence) else x
+    by_features = isinstance(model.get_submodule(module), (nn.Linear, nn.RNNBase))
+    rows = (x if by_features else x.movedim(1, -1)).flatten(0, -2)
+    return rows[:: -(-len(rows) // _ROWS)]
+
+
+@torch.no_grad()
+def _drop_strays_(model: nn.Module, chain: Chain, labels: Mapping[str, np.ndarray]) -> int:
+    """Set weights of fragments to zero: of the components with one label only the largest is the block."""
+    weights = {name: weight_of(model, name) for name in chain.layers}
+    components = joint_components(chain, {name: weight.detach() for name, weight in weights.items()})
+    component, label = (np.concatenate([side[group] for group in chain.sizes]) for side in (components, labels))
+    sizes = np.bincount(component[component >= 0])
+    largest = [max(np.unique(component[(label == b) & (component >= 0)]), key=lambda c: sizes[c], default=-1)
+               for b in range(int(label.max()) + 1)]  # fmt: skip
+    dropped = 0
+    for name, weight in weights.items():
+        written = np.tile(components[chain.writes[name]], chain.tiling(name)[0])
+        stray = torch.from_numpy(~np.isin(written, largest)).to(weight.device)
+        dropped += int(torch.count_nonzero(weight[stray]))
+        weight[stray] = 0
+    return dropped
+
+
+def _prove(model: nn.Module, partition: Partition, chosen: Mapping[str, nulls.Null], level: float) -> None:
+    """Separation by the paper's own tests."""
+    for chain in partition.chains:
+        kept = {}
+        for name in chain.layers:
+            weight = weight_of(model, name).detach()
+            mask = anneal(weight.flatten(1), chosen[parameter(name)], level, None, None, "neyman", name).mask
+            kept[name] = mask.view_as(weight)
+            assert torch.equal(kept[name], weight != 0), f"{name}: annealing changes it"
+        components = np.concatenate(list(joint_components(chain, kept).values()))
+        if (found := int(components.max(initial=-1)) + 1) != partition.blocks:
+            raise CrystalliteError(
+                f"{' → '.join(chain.layers)}: expected {partition.blocks} blocks, but {found} are left with weights: "
+                "the threshold was too much for the others; train for more epochs, or with a larger level"
+            )
+
+
+def _fingerprint(partition: Partition) -> str:
+    digest = hashlib.sha256(repr(partition.chains).encode())
+    for labels in partition.labels:
+        for name in sorted(labels):
+            digest.update(np.ascontiguousarray(labels[name], np.int64).tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,1 @@
+"""What layers read and write on data: sums for least squares, observers, checkpoints."""

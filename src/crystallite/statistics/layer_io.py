@@ -1,0 +1,108 @@
+"""What a layer multiplies its weight with, row by row: vectors of a linear layer, patches of a convolution."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from crystallite.data.batch import Batch, run
+from crystallite.operators.conv import Convolution
+
+__all__ = ["call_counts", "matrix_of", "read_rows", "set_layer_", "written_rows"]
+
+Rows = Callable[[torch.Size], Tensor]  # which rows are looked at, by the shape of positions
+
+
+def matrix_of(module: nn.Module) -> Tensor:
+    """The weight of a layer as (outputs, inputs); of a convolution, inputs are channels × places of the kernel."""
+    weight: Any = module.weight
+    if isinstance(module, Convolution):
+        return weight.detach().flatten(1)
+    return weight.detach() if isinstance(module, nn.Linear) else weight.detach().T
+
+
+@torch.no_grad()
+def set_layer_(module: Any, weight: Tensor, bias: Tensor) -> None:
+    """Give a layer other numbers, in place; weight: (outputs, inputs)."""
+    stored_turned = not isinstance(module, (nn.Linear, Convolution))
+    module.weight.copy_(weight.T if stored_turned else weight.view(module.weight.shape))
+    if module.bias is not None:
+        module.bias.copy_(bias)
+
+
+def read_rows(module: nn.Module, value: Tensor, rows: Rows) -> Tensor:
+    """(rows, inputs): what the layer multiplies its weight with at some of the positions that it writes.
+
+    Of a convolution only the patches that are asked for are built.
+
+    >>> x = torch.arange(4.0).view(1, 1, 4)
+    >>> read_rows(nn.Conv1d(1, 1, 3, padding=1), x, lambda shape: torch.tensor([0, 2])).tolist()
+    [[0.0, 0.0, 1.0], [1.0, 2.0, 3.0]]
+    """
+    if not isinstance(module, Convolution):
+        return value.reshape(-1, value.shape[-1])[rows(value.shape[:-1]).to(value.device)]
+    value = _batched(module, value)
+    mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+    padded = F.pad(value, module._reversed_padding_repeated_twice, mode).movedim(1, -1)  # (samples, places…, channels)
+    kernel, stride, dilation = module.kernel_size, module.stride, module.dilation
+    sizes = [
+        (size - d * (k - 1) - 1) // s + 1
+        for size, k, s, d in zip(padded.shape[1:-1], kernel, stride, dilation, strict=True)
+    ]
+    shape = torch.Size([len(value), *sizes])
+    sample, *start = torch.unravel_index(rows(shape).to(value.device), shape)
+    offsets = torch.tensor(
+        list(itertools.product(*map(range, kernel))), device=value.device
+    )  # (places of the kernel, …)
+    along = [
+        (first * s)[:, None] + offsets[:, i] * d
+        for i, (first, s, d) in enumerate(zip(start, stride, dilation, strict=True))
+    ]
+    return padded[(sample[:, None], *along)].mT.flatten(1)
+
+
+def written_rows(module: nn.Module, value: Tensor, rows: Rows) -> Tensor:
+    """(rows, outputs): what the layer wrote at some positions."""
+    if isinstance(module, Convolution):
+        value = _batched(module, value).movedim(1, -1)
+    return value.reshape(-1, value.shape[-1])[rows(value.shape[:-1]).to(value.device)]
+
+
+def _batched(module: Convolution, value: Tensor) -> Tensor:
+    return value if value.ndim == len(module.kernel_size) + 2 else value[None]
+
+
+def call_counts(model: nn.Module, names: Iterable[str], batch: Batch) -> dict[str, int]:
+    """How often each layer is used, as the smallest whole numbers in the right proportion; 0: it does not run.
+
+    A convolution is used at every place of what it writes, a recurrent layer at every step.
+
+    >>> net = nn.Sequential(nn.Conv1d(1, 2, 3), nn.Flatten(), nn.Linear(4, 1), nn.Linear(1, 1))
+    >>> call_counts(net, ["0", "2", "3"], Batch(0, 5, (torch.zeros(5, 1, 4),)))
+    {'0': 2, '2': 1, '3': 1}
+    """
+    found = dict.fromkeys(names, 0)
+
+    def counted(name: str) -> Callable[..., None]:
+        def hook(module: Any, inputs: Any, output: Any) -> None:
+            written = output[0] if isinstance(output, (tuple, list)) else output
+            written = getattr(written, "data", written)  # of a packed sequence
+            if isinstance(written, Tensor):
+                width = written.shape[-1] if not isinstance(module, Convolution) else module.out_channels
+                found[name] += written.numel() // max(width, 1)
+
+        return hook
+
+    with ExitStack() as hooks:
+        for name in found:
+            hooks.callback(model.get_submodule(name).register_forward_hook(counted(name)).remove)
+        run(model, batch)
+    common = math.gcd(*found.values()) or 1
+    return {name: count // common for name, count in found.items()}

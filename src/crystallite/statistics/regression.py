@@ -1,0 +1,211 @@
+"""Least squares from sums over samples: no activations are kept, only their products."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from crystallite.core.errors import InvalidOption
+
+__all__ = ["Moments", "Regression"]
+
+_SUMS = ("x", "t", "xx", "xt", "tt")
+_ROWS = 2048  # that wait until their products are taken: large products are quicker, and float64 is added to rarely
+
+
+class Moments:
+    """Sums over samples of what layers read (x) and should write (t), which is all that least squares needs.
+
+    Products of some thousand rows are taken in the dtype of the activations and summed in float64, around the first
+    batch's mean, so that large constant activations cost no digits. O(inputs² + inputs · outputs) for any number of
+    samples.
+    """
+
+    def __init__(self, name: str, around: Moments | None = None) -> None:
+        """around: other moments whose origin these shall have."""
+        self.name, self.samples = name, 0
+        self.origin: tuple[Tensor, Tensor] | None = None if around is None else around.origin
+        self.x = self.t = self.xx = self.xt = self.tt = torch.zeros((), dtype=torch.float64)
+        self._waiting: list[tuple[Tensor, Tensor]] = []
+
+    def add(self, x: Tensor, t: Tensor) -> None:
+        """Take in some rows: x (rows, inputs), t (rows, outputs)."""
+        if not (x.isfinite().all() and t.isfinite().all()):
+            raise InvalidOption(
+                f"{self.name}: its activations on the calibration data hold NaN or infinity; check the data, or the "
+                "dtype of the model"
+            )
+        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+        x, t = x.to(dtype), t.to(dtype)
+        if self.origin is None:
+            self.origin = x.mean(0), t.mean(0)
+        self.samples += len(x)
+        self._waiting.append((x - self.origin[0], t - self.origin[1]))
+        if sum(len(part) for part, _ in self._waiting) >= _ROWS:
+            self._sum()
+
+    def _sum(self) -> None:
+        """Take the products of what waits."""
+        if not self._waiting:
+            return
+        x, t = (torch.cat(parts) for parts in zip(*self._waiting, strict=True))
+        self._waiting.clear()
+        for name, value in zip(_SUMS, (x.sum(0), t.sum(0), x.T @ x, x.T @ t, (t * t).sum(0)), strict=True):
+            setattr(self, name, getattr(self, name).to(x.device) + value)
+
+    def part(self, name: str, outputs: slice) -> Moments:
+        """The same for some of the outputs."""
+        assert self.origin is not None
+        self._sum()
+        found = Moments(name)
+        found.samples, found.origin = self.samples, (self.origin[0], self.origin[1][outputs])
+        found.x, found.xx = self.x, self.xx
+        found.t, found.xt, found.tt = self.t[outputs], self.xt[:, outputs], self.tt[outputs]
+        return found
+
+    def around(self, x: Tensor, t: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Σ xxᵀ, Σ xtᵀ and Σ t² of deviations from a point."""
+        assert self.origin is not None
+        self._sum()
+        dx, dt = x - self.origin[0].double(), t - self.origin[1].double()
+        moved = self.samples * dx - self.x
+        xx = torch.addr(self.xx, dx, moved).addr_(self.x, dx, alpha=-1)
+        xt = torch.addr(self.xt, moved, dt).addr_(dx, self.t, alpha=-1)
+        return xx, xt, self.tt - 2 * dt * self.t + self.samples * dt**2
+
+    @property
+    def means(self) -> tuple[Tensor, Tensor]:
+        assert self.origin is not None
+        self._sum()
+        return self.origin[0].double() + self.x / self.samples, self.origin[1].double() + self.t / self.samples
+
+
+@dataclass(frozen=True)
+class Regression:
+    """The best dense layer for some samples, and how much worse any other is.
+
+    ‖Wx + b − t‖² summed over the samples is tr (W − weight) metric (W − weight)ᵀ and a constant. The ridge pulls
+    towards the layer's own weight, not to zero: where the data says nothing, the layer stays as it was.
+    """
+
+    weight: Tensor  # (outputs, inputs) the best one
+    metric: Tensor  # (inputs, inputs) positive definite
+    mean_x: Tensor  # (inputs,) zeros for a layer without bias
+    mean_t: Tensor  # (outputs,)
+    held_xx: Tensor  # (inputs, inputs) Σ xxᵀ over held-out samples, as deviations from these means
+    held_xt: Tensor  # (inputs, outputs)
+    held_tt: float
+    variance: float  # of the held-out targets, all outputs together
+    output_factor: Tensor | None = None  # (outputs, outputs) L: all but `own` is of outputs times Lᵀ
+
+    @classmethod
+    def solve(cls, fitted: Moments, held_out: Moments, own: Tensor, with_bias: bool, ridge: float) -> Regression:
+        """own: the layer's weight (outputs, inputs), which the ridge pulls to; ridge: share of the mean variance.
+
+        >>> x = torch.randn(50, 3, generator=torch.Generator().manual_seed(0))
+        >>> both = Moments("a"); both.add(x, x @ torch.eye(3) + 1)
+        >>> found = Regression.solve(both, both, torch.eye(3), True, 0.01)
+        >>> torch.allclose(found.weight, torch.eye(3).double(), atol=1e-5), found.error(found.weight) < 1e-6
+        (True, True)
+        """
+        own = own.double()
+        mean_x, mean_t = fitted.means
+        if not with_bias:  # nothing may be added to the outputs, so means are part of what is to be explained
+            mean_x, mean_t = torch.zeros_like(mean_x), torch.zeros_like(mean_t)
+        gram, cross, _ = fitted.around(mean_x, mean_t)
+        metric = _with_ridge(gram, ridge)
+        # only what the layer's own weight leaves over is solved for: a layer that fits already stays as it is
+        weight = own + torch.cholesky_solve(cross - gram @ own.T, _cholesky(metric, fitted.name)).T
+        xx, xt, tt = held_out.around(mean_x, mean_t)
+        variance = float((held_out.tt - held_out.t**2 / held_out.samples).sum().clamp_min(0))
+        return cls(weight, metric, mean_x, mean_t, xx, xt, float(tt.sum()), variance)
+
+    @classmethod
+    def of_layer(cls, fitted: Moments, held_out: Moments, own: Tensor, bias: Tensor | None, ridge: float) -> Regression:
+        """The same for a layer that shall go on writing what it writes: its targets need not be looked at.
+
+        >>> x = torch.randn(50, 3, generator=torch.Generator().manual_seed(0))
+        >>> both = Moments("a"); both.add(x, x[:, :0])
+        >>> found = Regression.of_layer(both, both, torch.eye(3), torch.ones(3), 0.01)
+        >>> found.error(found.weight), found.bias(found.weight).tolist()
+        (0.0, [1.0, 1.0, 1.0])
+        """
+        own = own.double()
+        mean_x, none = fitted.means
+        mean_x = torch.zeros_like(mean_x) if bias is None else mean_x
+        xx, _, _ = held_out.around(mean_x, none)
+        xt, mean_t = xx @ own.T, own @ mean_x
+        written, between = float((own.T * xt).sum()), own @ (held_out.means[0] - mean_x)
+        variance = max(written - held_out.samples * float((between**2).sum()), 0.0)
+        metric = _with_ridge(fitted.around(mean_x, none)[0], ridge)
+        return cls(own, metric, mean_x, mean_t if bias is None else mean_t + bias.double(), xx, xt, written, variance)
+
+    @property
+    def own(self) -> Tensor:
+        """The best weight, of the outputs as they are."""
+        return self.unwhiten(self.weight)
+
+    def whiten(self, values: Tensor) -> Tensor:
+        """(outputs, …) so that the length of an error is the damage it does."""
+        return values if self.output_factor is None else self.output_factor.T @ values
+
+    def unwhiten(self, values: Tensor) -> Tensor:
+        """The way back."""
+        if self.output_factor is None:
+            return values
+        columns = values if values.ndim > 1 else values[:, None]
+        return torch.linalg.solve_triangular(self.output_factor.T, columns, upper=True).view(values.shape)
+
+    @property
+    def constant(self) -> bool:
+        """Whether the layer writes the same on all held-out samples, so that no error can be told."""
+        return self.variance <= torch.finfo(torch.float32).eps ** 2 * max(self.held_tt, torch.finfo(torch.float32).tiny)
+
+    def bias(self, weight: Tensor) -> Tensor:
+        """(outputs,) what goes best with a weight; zeros for a layer that has none."""
+        return self.mean_t - weight @ self.mean_x
+
+    def error(self, weight: Tensor, columns: Tensor | None = None) -> float:
+        """Share of the outputs' variance on held-out samples that a layer with this weight gets wrong.
+
+        columns: all that it reads, where these are few.
+        """
+        xx, xt = self.held_xx, self.held_xt
+        if columns is not None:
+            weight, xx, xt = weight[:, columns], xx[columns][:, columns], xt[columns]
+        return self._share(float(((weight @ xx) * weight).sum() - 2 * (weight * xt.T).sum()))
+
+    def rank_errors(self, up: Tensor, down: Tensor) -> list[float]:
+        """`error` of up[:, :r] @ down[:r] for r = 1, 2, …; the columns of `up` are orthonormal."""
+        gains = ((down @ self.held_xx) * down).sum(1) - 2 * (down * (self.held_xt @ up).T).sum(1)
+        return [self._share(gain) for gain in gains.cumsum(0).tolist()]
+
+    def restricted(self, columns: Tensor) -> Regression:
+        """The same for a layer that reads some of the inputs only."""
+        inner = self.metric[columns][:, columns]
+        return replace(
+            self,
+            weight=torch.cholesky_solve((self.weight @ self.metric[:, columns]).T, _cholesky(inner, "")).T,
+            metric=inner,
+            mean_x=self.mean_x[columns],
+            held_xx=self.held_xx[columns][:, columns],
+            held_xt=self.held_xt[columns],
+        )
+
+    def _share(self, products: float) -> float:
+        return max(self.held_tt + products, 0.0) / max(self.variance, torch.finfo(torch.float64).tiny)
+
+
+def _with_ridge(gram: Tensor, ridge: float) -> Tensor:
+    metric = gram.clone()
+    metric.diagonal().add_((ridge * gram.diagonal().mean()).clamp_min(torch.finfo(torch.float32).tiny))
+    return metric
+
+
+def _cholesky(metric: Tensor, name: str) -> Tensor:
+    factor, failed = torch.linalg.cholesky_ex(metric)
+    if failed:
+        raise InvalidOption(f"{name}: its inputs depend on each other too much to be fitted; pass a larger ridge=")
+    return factor

@@ -1,0 +1,48 @@
+"""`crystallite bench --serve`: loads that end by themselves, and numbers that add up."""
+
+import argparse
+import asyncio
+import json
+from urllib.parse import urlsplit
+
+import pytest
+
+import crystallite as cx
+from crystallite.cli import bench_serve as bench_command
+from crystallite.serving.load import Ask, run
+
+
+def bench(*arguments):
+    parser = argparse.ArgumentParser()
+    bench_command.add_parser(parser.add_subparsers())
+    options = parser.parse_args(["bench", *map(str, arguments)])
+    return options.run(options)
+
+
+def test_beside_the_dense_model(folder, capsys):
+    words = ["--serve", folder, "--clients", 4, "--batch", 2, "--seconds", 0.3, "--rounds", 1]
+    assert bench(*words, "--dense", "--json") == 0
+    rows = {row["server"]: row for row in json.loads(capsys.readouterr().out)}
+    assert list(rows) == ["reorganized", "dense"]
+    for row in rows.values():
+        assert row["requests/s"] > 0
+        assert 0 < row["p50 ms"] <= row["p99 ms"]
+        assert 2 <= row["samples/batch"] <= 8
+        assert row["refused"] == 0
+        assert row["bare forward ms"] > 0
+    assert bench(*words) == 0
+    assert "4 clients × batch 2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("option", ["--clients", "--batch", "--seconds", "--rounds"])
+def test_bad_options(folder, option):
+    with pytest.raises(cx.InvalidOption, match=option):
+        bench("--serve", folder, option, 0)
+
+
+def test_refusals_are_counted(url):
+    where = urlsplit(url)
+    ask = Ask(where.hostname, where.port, "POST /v2/models/other/infer HTTP/1.1", "7b7d", 2, 0.2, warmup=0.0)
+    load = asyncio.run(run(ask))
+    assert load.latencies == []
+    assert load.refused.keys() == {"404"}

@@ -1,0 +1,146 @@
+"""`crystallite serve`: plans, the end by SIGTERM, new versions by SIGHUP, and one line on bad input."""
+
+import argparse
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import pytest
+
+import crystallite as cx
+from crystallite.cli import serve as command
+from tests.operators.tolerance import assert_close
+from tests.serving.artifacts import network, saved
+from tests.serving.test_app import answer, call, infer
+
+PROGRAM = """
+import argparse, sys
+from crystallite.cli import serve as command
+parser = argparse.ArgumentParser()
+command.add_parser(parser.add_subparsers())
+options = parser.parse_args(sys.argv[1:])
+sys.exit(options.run(options))
+"""
+
+
+def run(*arguments):
+    parser = argparse.ArgumentParser()
+    command.add_parser(parser.add_subparsers())
+    options = parser.parse_args(["serve", *map(str, arguments)])
+    return options.run(options)
+
+
+@contextmanager
+def served(*arguments):
+    """A server in a process of its own, and where it answers."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    words = [sys.executable, "-c", PROGRAM, "serve", "--port", "0", *map(str, arguments)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as process:
+        try:
+            line = process.stdout.readline()
+            found = re.match(r"(http://127\.0\.0\.1:\d+)/v2/models/(\S+) ", line)
+            assert found, line + process.stderr.read()
+            yield process, found[1]
+        finally:
+            process.kill()
+
+
+def test_plan(folder, capsys):
+    assert run(folder, "--plan") == 0
+    assert "a hop costs" in capsys.readouterr().out
+    assert run(folder, "--plan", "--json", "--batch", 100_000_000) == 0
+    found = json.loads(capsys.readouterr().out)["small"]
+    assert [len(stage["pieces"]) for stage in found["stages"]] == [0, 4, 0]
+
+
+def test_sigterm_answers_what_was_accepted(tmp_path, model, x):
+    path = saved(model, tmp_path / "small", passed=None)
+    with (
+        served(path, "--unvalidated", "--max-wait", 10, "--max-batch", 1000) as (process, url),
+        ThreadPoolExecutor(20) as pool,
+    ):
+        accepted = [pool.submit(infer, url, x + i) for i in range(20)]
+        until = time.monotonic() + 9
+        while 'queue_requests{model="small"} 20' not in call(url, "/metrics")[2]:
+            assert time.monotonic() < until
+            time.sleep(0.02)
+        process.send_signal(signal.SIGTERM)
+        for i, done in enumerate(accepted):
+            status, _, body = done.result()
+            assert status == 200
+            assert_close(answer(body), model(x + i).detach())
+        assert process.wait(60) == 0
+        assert process.stderr.read() == ""
+        with pytest.raises(ConnectionError):
+            call(url, "/v2")
+
+
+def test_sighup_brings_a_new_version_or_keeps_the_old(tmp_path, x):
+    models = [network(seed=seed) for seed in (0, 1)]
+    link = tmp_path / "small"
+    link.symlink_to(saved(models[0], tmp_path / "v0"))
+    with served(link) as (process, url):
+        assert_close(answer(infer(url, x)[2]), models[0](x).detach())
+        link.unlink()
+        link.symlink_to(saved(models[1], tmp_path / "v1"))
+        process.send_signal(signal.SIGHUP)
+        assert process.stdout.readline().startswith("small: version ")
+        assert_close(answer(infer(url, x)[2]), models[1](x).detach())
+        link.unlink()
+        process.send_signal(signal.SIGHUP)
+        assert "small stays as it is" in process.stderr.readline()
+        assert_close(answer(infer(url, x)[2]), models[1](x).detach())
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0
+
+
+def test_two_ports_and_a_log(folder, model, x):
+    grpc = pytest.importorskip("grpc", reason="needs grpcio")
+    from tests.serving import test_grpc
+
+    with served(folder, "--grpc-port", 0, "--log", "json") as (process, url):
+        target = process.stdout.readline().strip().removeprefix("grpc://")
+        assert_close(answer(infer(url, x, id="first")[2]), model(x).detach())
+        with grpc.insecure_channel(target) as channel:
+            assert test_grpc.infer(channel, test_grpc.request(x, "small", id="second"))[0] == grpc.StatusCode.OK
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+        lines = [json.loads(line) for line in process.stderr]
+    assert [(line["protocol"], line["status"], line["request_id"]) for line in lines] == [
+        ("http", 200, "first"),
+        ("grpc", 200, "second"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--host", "0.0.0.0"], "needs a token"),
+        (["--max-batch", 0], "max_batch"),
+        (["--batch", 0], "batch"),
+        (["--original", "no such"], "package.module:factory"),
+        (["--tls-cert", "server.pem"], "both or neither"),
+        (["--tls-cert", "no.pem", "--tls-key", "no.key"], "expected a certificate"),
+    ],
+)
+def test_bad_options(folder, arguments, message):
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(cx.CrystalliteError, match=message):
+        run(folder, *arguments)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_two_models_of_one_name(folder):
+    with pytest.raises(cx.InvalidOption, match="two models are called small"):
+        run(folder, folder)
+
+
+def test_models_need_a_verdict(tmp_path):
+    with pytest.raises(cx.InvalidOption, match="never validated"):
+        run(saved(network(), tmp_path / "small", passed=None))

@@ -1,0 +1,160 @@
+"""Training inside the structure: never worse, only what is fitted, and killed runs go on to the same result."""
+
+import copy
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import crystallite as cx
+from crystallite.compression import polish
+from crystallite.compression.compress import compress
+from crystallite.compression.polish import polish_
+from crystallite.data.calibration import Calibration
+from crystallite.statistics.checkpoints import Checkpoints
+from tests.compression import networks
+from tests.compression.networks import relative_error
+
+
+def samples(width, count=1200, seed=5):
+    return torch.randn(count, width, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture(scope="module")
+def pair():
+    """A model, what was fitted to it, and the data."""
+    model = networks.mlp(16, 64, 64, 4).eval()
+    return model, compress(model, budget=0.4, calibration=samples(16)), Calibration.read(samples(16))
+
+
+def same(first, second):
+    return all(
+        torch.equal(a, b) for a, b in zip(first.state_dict().values(), second.state_dict().values(), strict=True)
+    )
+
+
+@pytest.fixture(scope="module")
+def trained():
+    return networks.trained_digits()
+
+
+@pytest.mark.parametrize("options", [{"budget": 0.25}, {"blocks": 4}, {"blocks": 2, "joint": True}])
+def test_fresh_data_are_matched_better_and_the_structure_stays(trained, options):
+    model, calibration, fresh, _ = trained
+    plain, polished = (compress(model, calibration=calibration, polish_steps=n, **options) for n in (0, 200))
+    assert repr(polished) == repr(plain)
+    assert cx.summary(polished).macs == cx.summary(plain).macs
+    assert relative_error(polished(fresh), model(fresh)) < 0.98 * relative_error(plain(fresh), model(fresh))
+    record = polished.reorganization.options
+    assert record["held_out_error"] == record["polish"]["after"] < record["polish"]["before"]
+    assert record["polish"]["before"] == pytest.approx(plain.reorganization.options["held_out_error"])
+    assert "polished for" in cx.summary(polished).notes[-1]
+
+
+def test_the_best_state_is_kept_and_training_ends_early(pair, monkeypatch):
+    """A rate that ruins everything leaves the model as it was."""
+    model, small, data = pair
+    monkeypatch.setattr(polish, "_RATE", 10.0)
+    ruined = copy.deepcopy(small)
+    done = polish_(ruined, model, ["0", "2", "4"], data, 200, 0)
+    assert done.steps < 200
+    assert done.after == done.before
+    assert same(ruined, small)
+
+
+def test_only_fitted_layers_and_vectors_are_trained():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 64), nn.LayerNorm(64), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4)).eval()
+    model[1].bias.requires_grad_(False)
+    small = compress(model, budget=0.35, calibration=samples(16), polish_steps=40, ignore="4")
+    assert torch.equal(small[4].weight, model[4].weight)
+    assert not torch.equal(small[4].bias, model[4].bias)
+    assert not torch.equal(small[1].weight, model[1].weight)
+    assert torch.equal(small[1].bias, model[1].bias)
+    assert [p.requires_grad for p in small[1].parameters()] == [True, False]
+    assert all(p.grad is None for p in small.parameters())
+
+
+def test_a_frozen_model_is_refused(pair):
+    model = copy.deepcopy(pair[0]).requires_grad_(False)
+    with pytest.raises(cx.InvalidOption, match="all parameters are frozen"):
+        compress(model, budget=0.5, calibration=samples(16), polish_steps=5)
+
+
+def test_an_interrupted_run_ends_where_it_would_have(pair, tmp_path, monkeypatch):
+    model, small, data = pair
+    whole, broken, again = (copy.deepcopy(small) for _ in range(3))
+    expected = polish_(whole, model, ["0", "2", "4"], data, 40, 0)
+    checkpoints = Checkpoints(tmp_path / "state", {"a": 1})
+    steps, real = [], polish._Run.take_step
+
+    def interrupted(self, rate, seed):
+        if len(steps) == 17:
+            raise KeyboardInterrupt
+        steps.append(rate)
+        real(self, rate, seed)
+
+    monkeypatch.setattr(polish._Run, "take_step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        polish_(broken, model, ["0", "2", "4"], data, 40, 0, checkpoints)
+    monkeypatch.undo()
+    assert polish_(again, model, ["0", "2", "4"], data, 40, 0, checkpoints) == expected
+    assert same(again, whole)
+    once_more = copy.deepcopy(small)  # nothing is left to do
+    assert polish_(once_more, model, ["0", "2", "4"], data, 40, 0, checkpoints) == expected
+    assert same(once_more, whole)
+
+
+SCRIPT = """
+import sys, torch
+from crystallite.compression import compress, polish
+from tests.compression import networks
+from tests.compression.test_polish import samples
+real = polish._Run.take_step
+def step(self, rate, seed):
+    real(self, rate, seed)
+    if self.step == 13:
+        print("there", flush=True)
+        sys.stdin.read()
+polish._Run.take_step = step
+compress(networks.mlp(16, 64, 4).eval(), budget=0.5, calibration=samples(16), polish_steps=40, checkpoint=sys.argv[1])
+"""
+
+
+@pytest.mark.slow
+def test_a_killed_process_goes_on_from_its_checkpoint(tmp_path):
+    run = [sys.executable, "-c", SCRIPT, str(tmp_path / "state")]
+    with subprocess.Popen(run, stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "there\n"
+        os.kill(process.pid, signal.SIGKILL)
+    (state,) = (tmp_path / "state").glob("*/step-*")
+    assert state.name == "step-000000012"
+    model, options = networks.mlp(16, 64, 4).eval(), {"budget": 0.5, "calibration": samples(16), "polish_steps": 40}
+    resumed, whole = compress(model, **options, checkpoint=tmp_path / "state"), compress(model, **options)
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(resumed.parameters(), whole.parameters(), strict=True))
+    with pytest.raises(cx.InvalidOption, match="another run"):
+        compress(networks.mlp(16, 64, 4, seed=1), **options, checkpoint=tmp_path / "state")
+
+
+def test_options_that_say_nothing_are_refused(pair):
+    model = pair[0]
+    for options, message in (
+        ({"polish_steps": -1}, "polish_steps: expected an integer of at least 0, got -1"),
+        ({"polish_steps": 2.0}, "polish_steps: expected an integer"),
+        ({"checkpoint": "state"}, "checkpoint= keeps the state of polishing"),
+    ):
+        with pytest.raises(cx.InvalidOption, match=message):
+            compress(model, budget=0.5, calibration=samples(16), **options)
+
+
+def test_training_reads_on_where_fitting_has_enough():
+    sizes = [b.size for b in Calibration.read([torch.zeros(256, 4)] * 200).all]
+    data = Calibration.read([torch.zeros(256, 4)] * 200, training=True)
+    assert [b.size for b in data.all] == sizes
+    assert sum(sizes) == 2**15
+    assert sum(b.size for b in data.all + data.more) == 256 * 200
+    assert sum(b.size for b in Calibration.read([torch.zeros(256, 4)] * 200, widest=3000).all) >= 16 * 3000

@@ -1,0 +1,134 @@
+"""Artifacts that somebody prepared: one clear error each, and nothing executed or allocated on their word."""
+
+import hashlib
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import crystallite as cx
+from crystallite.models import artifact
+from tests.models.test_artifact import edit_manifest, sequential_network
+from tests.operators.test_recurrent import planted as planted_recurrent
+
+
+def _edit_module(name, **changes):
+    def edit(folder):
+        modules = artifact.read_manifest(folder)["modules"]
+        modules[""]["children"][name] |= changes
+        edit_manifest(modules=modules)(folder)
+
+    return edit
+
+
+def _edit_weights(change):
+    """Change the weights and fix the hash, as somebody who wants us to trust them would."""
+
+    def edit(folder):
+        state = load_file(folder / "model.safetensors")
+        change(state)
+        save_file(state, folder / "model.safetensors")
+        edit_manifest(weights_sha256=hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest())(folder)
+
+    return edit
+
+
+def _whole(**description):
+    return edit_manifest(modules={"": description})
+
+
+def _nested(depth):
+    def edit(folder):
+        edit_manifest(modules={"": "HERE"})(folder)
+        inner = '{"type": "Sequential", "children": {"0": ' * depth + "{}" + "}}" * depth
+        file = folder / "manifest.json"
+        file.write_text(file.read_text().replace('"HERE"', inner))
+
+    return edit
+
+
+def _fold(**fold):
+    return edit_manifest(reorganization={"changes": [], "options": {}, "folds": [fold]})
+
+
+LSTM = {"input_size": 2, "hidden_size": 2, "num_layers": 10**12}
+WIDE = {"in_features": 8, "out_features": 12, "columns": False, "outputs": False, "bias": True, "stacks": [[2, 6, 6]]}
+TALL = WIDE | {"columns": True, "stacks": [[3, 6, 4]]}
+HOSTILE = {
+    "no manifest": (lambda f: (f / "manifest.json").unlink(), "found no manifest"),
+    "empty manifest": (lambda f: (f / "manifest.json").write_text(""), "empty file"),
+    "a list": (lambda f: (f / "manifest.json").write_text("[]"), "expected a JSON object as manifest"),
+    "brackets": (lambda f: (f / "manifest.json").write_text("[" * 100_000), "brackets"),
+    "a name twice": (lambda f: (f / "manifest.json").write_text('{"a": 1, "a": 2}'), "twice"),
+    "another version": (edit_manifest(version=1), "expected format crystallite 3"),
+    "another format": (edit_manifest(format="other"), "expected format"),
+    "no modules": (edit_manifest(modules=None), "expected 'modules'"),
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), "missing"),
+    "other weights": (lambda f: (f / "model.safetensors").write_bytes(b"x" * 100), "not those the manifest"),
+    "code as a type": (_whole(type="os.system", arguments=["true"]), "unknown type 'os.system'"),
+    "a list as a type": (_whole(type=["Linear"], arguments={}), "description of a module"),
+    "no type": (_whole(arguments={}), "description of a module"),
+    "unknown arguments": (_whole(type="ReLU", arguments={"device": {}, "code": 1}), "description of a module"),
+    "no arguments": (_whole(type="Linear"), "no 'arguments'"),
+    "a huge layer": (
+        _edit_module("3", type="Linear", arguments={"in_features": 10**9, "out_features": 10**9}),
+        r"'3.bias': expected floating-point numbers of shape \(1000000000,\), got .* \(8,\)",
+    ),
+    "an impossible layer": (
+        _whole(type="Linear", arguments={"in_features": 10**30, "out_features": 1}),
+        "description of a module",
+    ),
+    "endless layers": (_whole(type="LSTM", arguments=LSTM), "layers"),
+    "deep nesting": (_nested(400), "description of a module"),
+    "deeper nesting": (_nested(2000), "manifest in JSON"),
+    "huge blocks": (_edit_module("4", stacks=[[10**6, 10**6, 1]]), "expected blocks of up to 12 rows"),
+    "blocks wider than their layer": (_edit_module("4", **WIDE), "12 rows and 8 columns, got 12 and 12"),
+    "blocks taller than their layer": (_edit_module("4", **TALL), "expected blocks of up to 12 rows .*, got 18 and 12"),
+    "blocks of no number": (_edit_module("4", stacks=[["x", None, 1.5]]), "description of a module"),
+    "blocks of no dtype": (_edit_module("4", dtype="load"), "description of a module"),
+    "blocks of integers": (_edit_module("4", dtype="int64"), "description of a module"),
+    "indices outside": (_edit_weights(lambda s: s["4.outputs"].fill_(10**6)), "4.outputs must hold indices below 13"),
+    "negative indices": (_edit_weights(lambda s: s["0.outputs"].sub_(5)), "0.outputs must hold indices below 8"),
+    "indices of another kind": (
+        _edit_weights(lambda s: s.update({"0.outputs": s["0.outputs"].int()})), "must hold indices"
+    ),
+    "indices instead of weights": (
+        _edit_weights(lambda s: s.update({"3.weight": s["3.weight"].long()})), "'3.weight': expected floating-point"
+    ),
+    "a tensor missing": (_edit_weights(lambda s: s.pop("3.weight")), "3.weight"),
+    "a tensor too many": (_edit_weights(lambda s: s.update(extra=torch.ones(2))), "extra"),
+    "a tie to nothing": (edit_manifest(tied={"extra": "nothing"}), "cannot be tied"),
+    "a tie of what is stored": (edit_manifest(tied={"3.weight": "3.bias"}), "cannot be tied"),
+    "a tie to no name": (edit_manifest(tied={"extra": ["3.weight"]}), "cannot be tied"),
+    "a record of other things": (edit_manifest(reorganization={"changes": [{"a": 1}]}), "record of a reorganization"),
+    "a list as a record": (edit_manifest(reorganization={"changes": [], "options": {}, "folds": 5}), "record"),
+    "folds without an order": (_fold(places=[["a", 0]]), "got no 'order'"),
+    "folds of numbers": (_fold(order=[1, 0], places=[["a", 0]]), "record of a reorganization"),
+    "folds of other things": (_fold(order="1 x", places=[["a", 0]]), "record of a reorganization"),
+    "folds of huge numbers": (_fold(order="9" * 5000, places=[["a", 0]]), "record of a reorganization"),
+    "folds that lose a neuron": (_fold(order="1 1 0", places=[["a", 0]]), "every index below 3 once"),
+    "nothing said of frozen parameters": (edit_manifest(frozen=None), "expected 'frozen'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_hostile_artifacts(tmp_path, case):
+    damage, message = HOSTILE[case]
+    folder = cx.save(sequential_network(), tmp_path / "a")
+    damage(folder)
+    with pytest.raises(cx.CheckpointError, match=message):
+        cx.load(folder)
+
+
+def test_hostile_recurrent_orders(tmp_path):
+    blocks = cx.BlockRecurrent.from_dense(planted_recurrent("GRU", "triangular"))
+    folder = cx.save(blocks, tmp_path / "b")
+    _edit_weights(lambda s: s["layers.0.order"].fill_(1))(folder)
+    with pytest.raises(cx.CheckpointError, match=r"layers.0.order must hold every index below 20 once"):
+        cx.load(folder)
+    folder = cx.save(blocks, tmp_path / "c")
+    modules = artifact.read_manifest(folder)["modules"]
+    modules[""]["forms"][0]["blocks"][0][1] += 7
+    edit_manifest(modules=modules)(folder)
+    with pytest.raises(cx.CheckpointError, match="blocks that fill 20 units"):
+        cx.load(folder)

@@ -1,0 +1,192 @@
+"""BlockFeedForward against the masked pair it was cut from, in each of its forms: before, after, undone, exported."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import crystallite as cx
+from crystallite.operators.feed_forward import BlockFeedForward
+from tests.operators.test_linear import planted
+from tests.operators.tolerance import assert_close
+
+INPUTS, HIDDEN, OUTPUTS = 24, 96, 20
+DTYPES = [torch.float64, torch.float32, torch.bfloat16]
+
+
+def end_to_end(groups, seed=0, dead=0.0):
+    """Masks of both layers whose neurons fall into groups from inputs to outputs, some without any edge."""
+    rng = np.random.default_rng(seed)
+    sizes = (INPUTS, HIDDEN, OUTPUTS)
+    x, h, y = (np.where(rng.random(n) < dead, -1 - i, rng.integers(0, groups, n)) for i, n in enumerate(sizes))
+    if groups == 4 and not dead:  # equal subnetworks
+        x, h, y = (rng.permutation(np.arange(n) % groups) for n in sizes)
+    return h[:, None] == x, y[:, None] == h
+
+
+def each_layer(first, second, seed=0):
+    """Masks with blocks of their own kind in each layer."""
+    mask = planted(first, HIDDEN, INPUTS, seed) != 0, planted(second, OUTPUTS, HIDDEN, seed + 1) != 0
+    return tuple(m.numpy() for m in mask)
+
+
+def channel_by_channel(seed=0):
+    """Masks with blocks only inside each of the four channels of 24 hidden neurons."""
+    parts = [each_layer("equal", "equal", seed + 10 * q) for q in range(4)]
+    part = HIDDEN // 4
+    return np.concatenate([a[:part] for a, _ in parts]), np.concatenate([b[:, :part] for _, b in parts], 1)
+
+
+CASES = {
+    "equal subnetworks": (end_to_end(4), "pair"),
+    "ragged subnetworks": (end_to_end(7), "pair"),
+    "dormant neurons": (end_to_end(3, dead=0.3), None),
+    "one block": (each_layer("one block", "one block"), "pair"),
+    "empty": (each_layer("empty", "empty"), "pair"),
+    "empty first": (each_layer("empty", "equal"), None),
+    "empty second": (each_layer("ragged", "empty"), None),
+    "equal layers": (each_layer("equal", "equal"), "layers"),
+    "ragged layers": (each_layer("ragged", "ragged"), "layers"),
+    "dormant layers": (each_layer("dormant", "dormant"), "layers"),
+    "channels": (channel_by_channel(), "channels"),
+}
+
+
+def dense_pair(case, dtype=torch.float64, gated=False, bias=True):
+    torch.manual_seed(0)
+    reads, writes = (torch.from_numpy(mask) for mask in CASES[case][0])
+    first, second = nn.Linear(INPUTS, HIDDEN, bias, dtype=dtype), nn.Linear(HIDDEN, OUTPUTS, bias, dtype=dtype)
+    gate = nn.Linear(INPUTS, HIDDEN, bias, dtype=dtype) if gated else None
+    with torch.no_grad():
+        second.weight *= writes
+        if gate is None:
+            first.weight *= reads
+        else:  # neither holds all of the union
+            chosen = torch.rand(reads.shape) < 0.7
+            first.weight *= reads & chosen
+            gate.weight *= reads & ~(chosen & (torch.rand(reads.shape) < 0.5))
+    return first, nn.SiLU(), second, gate
+
+
+def run(modules, x):
+    first, activation, second, gate = modules
+    return second(activation(first(x)) if gate is None else activation(gate(x)) * first(x))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+@pytest.mark.parametrize("case", CASES)
+def test_same_outputs_and_undone(case, gated, dtype):
+    modules = dense_pair(case, dtype, gated)
+    block = BlockFeedForward.from_dense(*modules)
+    assert gated or CASES[case][1] in (None, block.form)
+    for shape in [(INPUTS,), (1, INPUTS), (3, 5, INPUTS), (0, INPUTS)]:
+        x = torch.randn(shape).to(dtype)
+        assert_close(block(x), run(modules, x))
+    undone = block.to_dense()
+    for found, expected in zip(undone, modules, strict=True):
+        if isinstance(expected, nn.Linear):
+            assert torch.equal(found.weight, expected.weight)
+            assert torch.equal(found.bias, expected.bias)
+            assert found.weight.dtype == dtype
+    assert undone.activation is modules[1]
+    assert (undone.gate is None) == (not gated)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+@pytest.mark.parametrize("case", ["equal subnetworks", "dormant neurons", "ragged layers", "channels"])
+def test_same_gradients(case, gated, bias):
+    modules = dense_pair(case, gated=gated, bias=bias)
+    block = BlockFeedForward.from_dense(*modules)
+    inputs = [torch.randn(7, INPUTS, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) for _ in range(2)]
+    for x, output in zip(inputs, (lambda x: run(modules, x), block), strict=True):
+        (output(x.requires_grad_()) ** 2).sum().backward()
+    assert_close(inputs[1].grad, inputs[0].grad)
+    for parameter in block.parameters():
+        parameter.data = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    for found, dense in zip(block.to_dense(), modules, strict=True):
+        if isinstance(dense, nn.Linear):
+            inside = dense.weight != 0
+            assert_close(found.weight * inside, dense.weight.grad * inside)
+            assert found.bias is None if dense.bias is None else (found.bias - dense.bias.grad).abs().max() < 1e-12
+
+
+def test_forms_cost_what_their_blocks_cost():
+    """4 subnetworks cost a quarter; layers cost their own blocks; channels theirs, which no other form can see."""
+    for case, form in (("equal subnetworks", "pair"), ("equal layers", "layers")):
+        block = BlockFeedForward.from_dense(*dense_pair(case))
+        assert (block.form, block.macs, block.dense_macs) == (form, 96 * 44 // 4, 96 * 44)
+    assert BlockFeedForward.from_dense(*dense_pair("equal subnetworks")).n_blocks == 4
+    assert BlockFeedForward.from_dense(*dense_pair("equal layers")).n_blocks == 8
+    first, activation, second, _ = dense_pair("channels")
+    block = BlockFeedForward.from_dense(first, activation, second)
+    expected = sum(
+        cx.decompose(first.weight[q]).macs + cx.decompose(second.weight[:, q]).macs
+        for q in np.array_split(np.arange(HIDDEN), 4)
+    )
+    assert (block.form, len(block.channels), block.macs) == ("channels", 4, expected)
+    assert block.macs < cx.decompose(first.weight).macs + cx.decompose(second.weight).macs
+    assert len(BlockFeedForward.from_dense(first, activation, second, channels=12).channels) == 12
+
+
+def test_a_gate_counts_and_joins():
+    """Gate and first share the hidden neurons: an edge of either is one of both."""
+    first, gate, second = (nn.Linear(2, 2, bias=False) for _ in range(3))
+    with torch.no_grad():
+        for layer, weight in ((first, [[1, 0], [0, 0]]), (gate, [[0, 0], [0, 1]]), (second, [[1, 0], [0, 1]])):
+            layer.weight.copy_(torch.tensor(weight))
+    block = BlockFeedForward.from_dense(first, nn.SiLU(), second, gate)
+    assert repr(block) == 'BlockFeedForward(2 → 2 → 2, form="pair", blocks=2, 6 of 12 multiply-adds)'
+    with torch.no_grad():
+        gate.weight[0, 1] = 1
+    assert BlockFeedForward.from_dense(first, nn.SiLU(), second, gate).form == "channels"
+
+
+def test_pair_moves_no_hidden_neuron():
+    assert BlockFeedForward.from_dense(*dense_pair("equal subnetworks")).channels[0].shuffle is None
+    shuffled = BlockFeedForward.from_dense(*dense_pair("equal layers")).channels[0].shuffle
+    assert sorted(shuffled.tolist()) == list(range(HIDDEN))
+
+
+@pytest.mark.parametrize("case", ["dormant neurons", "ragged layers", "channels"])
+def test_reloaded_copied_cast(case):
+    modules = dense_pair(case, torch.float32, gated=True)
+    block, other = BlockFeedForward.from_dense(*modules), BlockFeedForward.from_dense(*modules)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    x = torch.randn(5, INPUTS)
+    other.load_state_dict(block.state_dict())
+    assert torch.equal(other(x), block(x))
+    assert torch.equal(copy.deepcopy(block)(x), block(x))
+    again = BlockFeedForward.from_dense(*block.to_dense())
+    assert (again.form, again.macs) == (block.form, block.macs)
+    assert torch.equal(again(x), block(x))
+    assert_close(block.double()(x.double()), run([m and m.double() for m in modules], x.double()))
+
+
+@pytest.mark.parametrize(("case", "gated"), [("dormant neurons", False), ("ragged layers", True)])
+def test_exported(case, gated):
+    block = BlockFeedForward.from_dense(*dense_pair(case, torch.float32, gated))
+    x = torch.randn(4, INPUTS)
+    assert_close(torch.export.export(block, (x,)).module()(x), block(x))
+
+
+def test_bad_input():
+    first, second = nn.Linear(4, 8), nn.Linear(8, 4)
+    with pytest.raises(cx.InvalidMatrix, match="second: expected 8 inputs, got 4"):
+        BlockFeedForward.from_dense(first, nn.ReLU(), nn.Linear(4, 4))
+    with pytest.raises(cx.InvalidMatrix, match=r"gate: expected shape \(8, 4\), got \(4, 8\)"):
+        BlockFeedForward.from_dense(first, nn.ReLU(), second, gate=second)
+    for channels in (0, 9, 2.0):
+        with pytest.raises(cx.InvalidOption, match="channels must be an integer from 1 to 8"):
+            BlockFeedForward.from_dense(first, nn.ReLU(), second, channels=channels)
+    with pytest.raises(cx.InvalidMatrix, match="4 input features"):
+        BlockFeedForward.from_dense(first, nn.ReLU(), second)(torch.ones(2, 5))
+    with torch.no_grad():
+        second.weight[0, 0] = float("inf")
+    with pytest.raises(cx.InvalidMatrix, match="finite"):
+        BlockFeedForward.from_dense(first, nn.ReLU(), second)
