@@ -15,6 +15,7 @@ from crystallite.compression.recurrent import expand_recurrent
 from crystallite.core.errors import InvalidOption
 from crystallite.data.batch import Batch
 from crystallite.operators.linear import BlockLinear
+from crystallite.operators.low_rank import LowRankConv, LowRankLinear
 from crystallite.validation.cost import count_macs
 
 __all__ = ["decomposed", "random_blocks"]
@@ -29,10 +30,7 @@ def decomposed(model: nn.Module, names: Sequence[str], batch: Batch, limit: int)
 
     >>> net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     >>> decomposed(net, ["0", "1"], Batch(0, 1, (torch.zeros(1, 8),)), 64)[0]
-    Sequential(
-      (0): Linear(in_features=8, out_features=2, bias=False)
-      (1): Linear(in_features=2, out_features=8, bias=True)
-    )
+    LowRankLinear(in_features=8, out_features=8, bias=True, rank=2, 32 of 64 multiply-adds)
     """
     recurrent = [name for name in names if isinstance(model.get_submodule(name), nn.RNNBase)]
     model = expand_recurrent(copy.deepcopy(model), recurrent)
@@ -49,29 +47,29 @@ def decomposed(model: nn.Module, names: Sequence[str], batch: Batch, limit: int)
         for name, (left, values, right) in factors.items():
             outputs, inputs = len(left), right.shape[1]
             rank = max(1, int(share * outputs * inputs / (outputs + inputs)))
-            pair = _pair(small.get_submodule(name), right[:rank], left[:, :rank] * values[:rank])
-            small.set_submodule(name, pair)
+            layer = _low_rank(small.get_submodule(name), right[:rank], left[:, :rank] * values[:rank])
+            small.set_submodule(name, layer)
         return small
 
     return largest(made, batch, limit)
 
 
 @torch.no_grad()
-def _pair(old: Any, down: Tensor, up: Tensor) -> nn.Sequential:
-    rank, bias = len(down), old.bias is not None
+def _low_rank(old: Any, down: Tensor, up: Tensor) -> nn.Module:
+    """A layer of these factors (rank, inputs) and (outputs, rank) in the place of another."""
     if isinstance(old, nn.Linear):
-        pair: Any = nn.Sequential(nn.Linear(old.in_features, rank, False), nn.Linear(rank, old.out_features, bias))
-    else:
-        first = type(old)(
-            old.in_channels, rank, old.kernel_size, old.stride, old.padding, old.dilation, 1, False, old.padding_mode
-        )
-        pair = nn.Sequential(first, type(old)(rank, old.out_channels, 1, bias=bias))
-    pair.to(old.weight)
-    for layer, weight in zip(pair, (down, up), strict=True):
+        return LowRankLinear.from_factors(up, down, old.bias).train(old.training)
+    kind = {"device": old.weight.device, "dtype": old.weight.dtype}
+    first = type(old)(
+        old.in_channels, len(down), old.kernel_size, old.stride, old.padding, old.dilation, 1, False,
+        old.padding_mode, **kind,
+    )  # fmt: skip
+    second = type(old)(len(down), old.out_channels, 1, bias=old.bias is not None, **kind)
+    for layer, weight in ((first, down), (second, up)):
         layer.weight.copy_(weight.view_as(layer.weight))
-    if bias:
-        pair[1].bias.copy_(old.bias)
-    return pair.train(old.training)
+    if old.bias is not None:
+        second.bias.copy_(old.bias)
+    return LowRankConv(first, second).train(old.training)
 
 
 def random_blocks(model: nn.Module, names: Sequence[str], batch: Batch, limit: int, seed: int = 0) -> nn.Module:

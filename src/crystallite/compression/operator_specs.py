@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from crystallite.operators.conv import Convolution
 from crystallite.operators.coupled import CoupledLinear
 from crystallite.operators.linear import BlockLinear
+from crystallite.operators.low_rank import LowRankConv, LowRankLinear
 
 __all__ = ["Blocks", "FittedOperator", "OperatorSpec", "approximate", "block_weights", "low_rank_factors"]
 
@@ -98,7 +99,7 @@ class FittedOperator:
             return _part(self.weight.to(own), bias, rows, columns, embedded)
         ranks, mixed = torch.arange(self.spec.rank), _mixing(self.spec.rank).to(self.down)
         first = _part((mixed @ self.down).to(own), None, ranks, columns, embedded)
-        return nn.Sequential(first, _part((self.up @ mixed.T).to(own), bias, rows, ranks, embedded))
+        return LowRankLinear(first, _part((self.up @ mixed.T).to(own), bias, rows, ranks, embedded))
 
     def _convolution(self, rows: Tensor, columns: Tensor, like: Convolution) -> nn.Module:
         """A convolution, or one to as many channels as the rank and one of single places after it."""
@@ -111,7 +112,7 @@ class FittedOperator:
         if self.up is None or self.down is None:
             return _conv(like, kernels(self.weight[rows][:, columns]), bias, settings)
         up = self.up[rows].to(like.weight).view(len(rows), -1, *[1] * len(like.kernel_size))
-        return nn.Sequential(_conv(like, kernels(self.down[:, columns]), None, settings), _conv(like, up, bias, {}))
+        return LowRankConv(_conv(like, kernels(self.down[:, columns]), None, settings), _conv(like, up, bias, {}))
 
     def _blocks(
         self, weight: Tensor, rows: Tensor, columns: Tensor, bias: Tensor | None, own: Tensor, embedded: bool
@@ -145,7 +146,7 @@ def _part(weight: Tensor, bias: Tensor | None, rows: Tensor, columns: Tensor, em
     return _linear(weight[rows][:, columns], None if bias is None else bias[rows])
 
 
-def _conv(like: Any, weight: Tensor, bias: Tensor | None, settings: dict[str, Any]) -> nn.Module:
+def _conv(like: Any, weight: Tensor, bias: Tensor | None, settings: dict[str, Any]) -> Any:
     outputs, inputs, *kernel = weight.shape
     layer = type(like)(
         inputs,

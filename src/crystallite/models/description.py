@@ -26,6 +26,7 @@ from crystallite.operators.conv import BlockConv
 from crystallite.operators.coupled import BorderedLinear, CoupledLinear
 from crystallite.operators.feed_forward import BlockFeedForward
 from crystallite.operators.linear import BlockLinear
+from crystallite.operators.low_rank import LowRankConv, LowRankLinear
 from crystallite.operators.low_rank_recurrent import LowRankRecurrent
 from crystallite.operators.recurrent import BlockRecurrent
 
@@ -35,7 +36,7 @@ OPERATORS: dict[str, Any] = {
     cls.__name__: cls
     for cls in (
         BlockChain, BlockConv, BlockFeedForward, BlockLinear, BlockRecurrent, BorderedLinear, CoupledLinear,
-        LowRankRecurrent,
+        LowRankConv, LowRankLinear, LowRankRecurrent,
     )
 }  # fmt: skip
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from crystallite.core.errors import InvalidOption
 from crystallite.core.parallel import compiled
 from crystallite.operators.frobenius import FrobeniusForm
+from crystallite.operators.low_rank import LowRankLinear
 from crystallite.operators.recurrent_layer import GATES, BlockRecurrentLayer, Steps, run_native
 from crystallite.operators.recurrent_stack import RecurrentStack
 from crystallite.operators.runtime import recurrent_kernels as kernels
@@ -163,11 +164,10 @@ class LowRankRecurrentLayer(nn.Module):
 
     def dense_weights(self) -> tuple[Tensor, ...]:
         """Input and recurrent weights and biases as the dense module has them; gradients flow to the factors."""
-        return *(_whole(m) for m in (self.input, self.recurrent)), *self._biases()
+        return self.input.weight, self.recurrent.weight, *self._biases()
 
     def _biases(self) -> list[Tensor]:
-        ends: list[Any] = [m[-1] if isinstance(m, nn.Sequential) else m for m in (self.input, self.recurrent)]
-        return [end.bias for end in ends if end.bias is not None]
+        return [part.bias for part in (self.input, self.recurrent) if part.bias is not None]
 
     def forward(
         self, data: Tensor, steps: Steps, states: tuple[Tensor, ...], backward: bool
@@ -183,9 +183,10 @@ class LowRankRecurrentLayer(nn.Module):
         self, data: Tensor, steps: Steps, states: tuple[Tensor, ...], backward: bool
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """In PyTorch's kernels, with the product of the factors for the states."""
-        if isinstance(self.input, nn.Sequential):
-            data = self.input[0](data)
-        weights = [_factors(self.input)[-1], _whole(self.recurrent), *self._biases()]
+        last = self.input
+        if isinstance(last, LowRankLinear):
+            data, last = last.down(data), last.up
+        weights = [last.weight, self.recurrent.weight, *self._biases()]
         output, *final = run_native(self.mode, data, steps, states, weights, backward, self.training)
         return output, tuple(final)
 
@@ -198,9 +199,9 @@ class LowRankRecurrentLayer(nn.Module):
         if isinstance(self.recurrent, BlockRecurrentLayer):
             output = data.new_empty(len(data), self.hidden)
             return output, self.recurrent.run(given, steps, states, backward, output, 0)
-        down, up = (factor.t() for factor in _factors(self.recurrent))
+        down, up = (factor.weight.t() for factor in (self.recurrent.down, self.recurrent.up))
         hidden, *cell = (state.clone(memory_format=torch.contiguous_format) for state in states)
-        bias, inner, batch = self.recurrent[1].bias, data.new_zeros(self.hidden), steps.batch
+        bias, inner, batch = self.recurrent.bias, data.new_zeros(self.hidden), steps.batch
         if bias is not None:
             outer = 2 * self.hidden if self.mode == "GRU" else len(bias)  # the GRU multiplies the rest by r
             given[:, :outer] += bias[:outer]
@@ -232,19 +233,8 @@ def _step(kind, start, count, given, own, inner, hidden, cell, output):
 def _linear(inputs: int, outputs: int, rank: int, bias: bool, kind: dict[str, Any]) -> nn.Module:
     if not rank:
         return nn.Linear(inputs, outputs, bias, **kind)
-    return nn.Sequential(nn.Linear(inputs, rank, False, **kind), nn.Linear(rank, outputs, bias, **kind))
+    return LowRankLinear(nn.Linear(inputs, rank, False, **kind), nn.Linear(rank, outputs, bias, **kind))
 
 
 def _rank(module: Any) -> int:
-    return module[0].out_features if isinstance(module, nn.Sequential) else 0  # type: ignore[return-value]
-
-
-def _factors(module: Any) -> list[Tensor]:
-    parts: list[Any] = list(module) if isinstance(module, nn.Sequential) else [module]
-    return [part.weight for part in parts]
-
-
-def _whole(module: Any) -> Tensor:
-    """(outputs, inputs)"""
-    factors = _factors(module)
-    return factors[0] if len(factors) == 1 else factors[1] @ factors[0]
+    return module.rank if isinstance(module, LowRankLinear) else 0
