@@ -20,15 +20,15 @@ import time
 from pathlib import Path
 
 import torch
-from tests.analysis.test_ray_engine import NAMESPACE, bring_loopback_up
-from tests.serving.artifacts import APART, TOGETHER
-from tests.serving.ray_inside import HEAVY, INPUTS, LIGHT, Inside
 
+from benchmarks.namespace import NAMESPACE, bring_loopback_up
+from benchmarks.ray_scenarios import APART, HEAVY, INPUTS, LIGHT, Inside
 from benchmarks.timing import show, store
-from crystallite.serving import Listener, Service
+from crystallite.serving import Listener, Machine, Service
 from crystallite.serving.load import Ask, Load, run
 from crystallite.serving.machine import measure_machine
 
+TOGETHER = Machine(hop=1e3, macs_per_second=1e9, bytes_per_second=1e9)  # no part is worth a service
 SECONDS = 5.0
 FAULTS = {
     "one of two replicas killed": "kill_a_replica",

@@ -98,3 +98,13 @@ def test_weights_and_statistics_do_not_know_each_other():
 def test_no_file_is_two_rooms():
     long = {str(p.relative_to(SOURCE)): n for p in SOURCE.rglob("*.py") if (n := len(p.read_text().splitlines())) > 420}
     assert not long
+
+
+@pytest.mark.parametrize("folder", ["tests", "benchmarks"])
+def test_test_files_are_not_imported(folder):
+    """What several test files share is in tests/helpers; benchmarks share nothing with tests."""
+    allowed = ("tests.helpers",) if folder == "tests" else ()
+    for path in (Path(__file__).parents[1] / folder).rglob("*.py"):
+        if "node_modules" not in path.parts:
+            others = [m for m in imports_of(path) if m.split(".")[0] == "tests" and not m.startswith(allowed)]
+            assert not others, f"{path.name} imports {others}"

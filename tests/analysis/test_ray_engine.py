@@ -4,14 +4,11 @@ Ray listens on every network interface, so it runs in a network namespace that h
 namespace ends whatever it started. `python -m tests.analysis.test_ray_engine FOLDER` is what runs inside.
 """
 
-import fcntl
 import functools
 import importlib.util
 import json
 import os
 import shutil
-import socket
-import struct
 import subprocess
 import sys
 import tempfile
@@ -21,6 +18,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from benchmarks.namespace import NAMESPACE, OBJECT_STORE_BYTES, bring_loopback_up
 from safetensors.torch import save_file
 from torch import nn
 
@@ -28,14 +26,10 @@ import crystallite as cx
 from crystallite.analysis.matrix import Options
 from crystallite.analysis.ray_engine import analyze_layers
 
-NAMESPACE = ["unshare", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
-if os.geteuid():
-    NAMESPACE.insert(1, "--map-root-user")
 RAY = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_AUTH_MODE": "disabled",  # nobody else is in the namespace, and a token would be written to the home folder
 }
-OBJECT_STORE_BYTES = 80 << 20  # near the least that Ray accepts
 SECONDS = 300  # several times what it takes on two cores
 
 
@@ -209,15 +203,6 @@ def record(outcome, engine, model, bad):
         cx.analyze(bad, engine=engine)
     except cx.CrystalliteError as error:
         outcome[f"{engine} error"] = type(error).__name__, str(error)
-
-
-def bring_loopback_up():
-    """`ip link set lo up`, which not every machine has."""
-    read_flags, write_flags, up = 0x8913, 0x8914, 0x1
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        request = fcntl.ioctl(any_socket, read_flags, struct.pack("16sh14x", b"lo", 0))
-        (flags,) = struct.unpack_from("h", request, 16)
-        fcntl.ioctl(any_socket, write_flags, struct.pack("16sh14x", b"lo", flags | up))
 
 
 def printed_by_the_command(path):

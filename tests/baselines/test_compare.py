@@ -8,7 +8,7 @@ from torch import nn
 
 import crystallite as cx
 from crystallite.baselines import METHODS, Row, compare, table
-from tests.baselines.networks import data, hidden_from, perceptron
+from tests.helpers.prunable import data, hidden_from, perceptron
 
 SHAPED = ["magnitude", "Wanda score", "SVD", "random blocks"]
 ONNX = [name for name in METHODS if "ONNX" in name]

@@ -10,8 +10,8 @@ from crystallite.baselines.onnx_runtime import InOnnxRuntime
 from crystallite.baselines.torch_pruning import pruned_by_graph
 from crystallite.data.batch import Batch, run
 from crystallite.validation.cost import count_macs
-from tests.baselines.networks import Attention, batch, convolutions, perceptron
-from tests.operators.tolerance import assert_close
+from tests.helpers.prunable import Attention, batch, convolutions, perceptron
+from tests.helpers.tolerance import assert_close
 
 
 @pytest.mark.parametrize(

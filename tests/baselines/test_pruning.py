@@ -11,8 +11,8 @@ from crystallite.baselines.layers import find_layers, input_norms
 from crystallite.baselines.pruning import pruned, scores
 from crystallite.data.batch import Batch, run
 from crystallite.validation.cost import count_macs
-from tests.baselines.networks import Attention, batch, convolutions, perceptron
-from tests.operators.tolerance import assert_close
+from tests.helpers.prunable import Attention, batch, convolutions, perceptron
+from tests.helpers.tolerance import assert_close
 
 PLANTED = {
     "perceptron": (perceptron, batch(16, 8), 8 / 32),

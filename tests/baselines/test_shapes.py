@@ -10,8 +10,8 @@ import crystallite as cx
 from crystallite.baselines.shapes import decomposed, random_blocks
 from crystallite.data.batch import run
 from crystallite.validation.cost import count_macs
-from tests.baselines.networks import batch, convolutions, perceptron
-from tests.operators.tolerance import assert_close
+from tests.helpers.prunable import batch, convolutions, perceptron
+from tests.helpers.tolerance import assert_close
 
 
 def low_rank(rank):

@@ -1,3 +1,3 @@
-from tests.serving.conftest import folder, model, service, url, x
+from tests.helpers.served import folder, model, service, url, x
 
 __all__ = ["folder", "model", "service", "url", "x"]

@@ -8,7 +8,7 @@ import pytest
 from crystallite.baselines import METHODS
 from crystallite.cli.main import main
 from crystallite.report.run_charts import front_charts
-from tests.baselines.networks import hidden_from
+from tests.helpers.prunable import hidden_from
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ from torch import nn
 import crystallite as cx
 from crystallite.cli.main import main
 from crystallite.reorganization.restore import restore
-from tests.operators.tolerance import assert_close
-from tests.reorganization.models import block_linear
+from tests.helpers.block_models import block_linear
+from tests.helpers.tolerance import assert_close
 
 
 @pytest.fixture

@@ -15,9 +15,9 @@ import pytest
 
 import crystallite as cx
 from crystallite.cli import serve as command
-from tests.operators.tolerance import assert_close
-from tests.serving.artifacts import network, saved
-from tests.serving.test_app import answer, call, infer
+from tests.helpers.artifacts import network, saved
+from tests.helpers.http_client import answer, call, infer
+from tests.helpers.tolerance import assert_close
 
 PROGRAM = """
 import argparse, sys
@@ -102,13 +102,13 @@ def test_sighup_brings_a_new_version_or_keeps_the_old(tmp_path, x):
 
 def test_two_ports_and_a_log(folder, model, x):
     grpc = pytest.importorskip("grpc", reason="needs grpcio")
-    from tests.serving import test_grpc
+    from tests.helpers import grpc_client
 
     with served(folder, "--grpc-port", 0, "--log", "json") as (process, url):
         target = process.stdout.readline().strip().removeprefix("grpc://")
         assert_close(answer(infer(url, x, id="first")[2]), model(x).detach())
         with grpc.insecure_channel(target) as channel:
-            assert test_grpc.infer(channel, test_grpc.request(x, "small", id="second"))[0] == grpc.StatusCode.OK
+            assert grpc_client.infer(channel, grpc_client.request(x, "small", id="second"))[0] == grpc.StatusCode.OK
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
         lines = [json.loads(line) for line in process.stderr]

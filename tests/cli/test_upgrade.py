@@ -14,7 +14,7 @@ from torch import nn
 
 import crystallite as cx
 from crystallite.cli.main import main
-from tests.discovery.tasks import block_network
+from tests.helpers.tasks import block_network
 
 
 def net():

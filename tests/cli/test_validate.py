@@ -13,7 +13,7 @@ from crystallite.cli.main import main
 from crystallite.cli.validate import read_data
 from crystallite.core.errors import CrystalliteError
 from crystallite.models.artifact import read_manifest
-from tests.reorganization.models import block_linear
+from tests.helpers.block_models import block_linear
 
 
 def model():

@@ -11,9 +11,9 @@ import crystallite as cx
 from crystallite.compression.compress import compress
 from crystallite.core.errors import InvalidOption
 from crystallite.operators.linear import BlockLinear
-from tests.compression import networks
-from tests.compression.networks import relative_error
-from tests.separation.digits import accuracy
+from tests.helpers import compressible as networks
+from tests.helpers.compressible import relative_error
+from tests.helpers.digits import accuracy
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,8 @@ from crystallite.compression.pruning import eliminate
 from crystallite.data.batch import Batch
 from crystallite.statistics.layer_io import call_counts, matrix_of, read_rows, written_rows
 from crystallite.statistics.regression import Moments, Regression
-from tests.compression.networks import relative_error
-from tests.operators.tolerance import assert_close
+from tests.helpers.compressible import relative_error
+from tests.helpers.tolerance import assert_close
 
 
 def images(count=160, channels=3, side=8):

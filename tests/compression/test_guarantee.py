@@ -12,7 +12,7 @@ import crystallite as cx
 from crystallite.compression.guarantee import BUDGETS, cheapest, p_value, sample_losses, samples_needed, set_aside
 from crystallite.data.batch import Batch
 from crystallite.data.calibration import Calibration
-from tests.compression import networks
+from tests.helpers import compressible as networks
 
 
 def draw(kind, mean, count, rng):

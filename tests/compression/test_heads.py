@@ -17,7 +17,7 @@ from crystallite.data.calibration import Calibration
 from crystallite.models.layers import find_units
 from crystallite.operators.linear import BlockLinear
 from crystallite.statistics.observer import ForwardPlan
-from tests.compression.networks import relative_error
+from tests.helpers.compressible import relative_error
 
 WIDTH, HEADS = 32, 4
 

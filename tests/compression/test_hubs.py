@@ -18,8 +18,8 @@ from crystallite.models.layers import find_units
 from crystallite.operators.linear import BlockLinear
 from crystallite.statistics.observer import ForwardPlan
 from crystallite.statistics.regression import Moments, Regression
-from tests.compression.networks import relative_error
-from tests.operators.tolerance import assert_close
+from tests.helpers.compressible import relative_error
+from tests.helpers.tolerance import assert_close
 
 
 def regression_of(x, weight, output_factor=None):

@@ -15,7 +15,7 @@ from crystallite.compression.session import Session
 from crystallite.data.calibration import Calibration
 from crystallite.models.layers import find_units
 from crystallite.statistics.observer import ForwardPlan
-from tests.compression import networks
+from tests.helpers import compressible as networks
 
 
 def session_of(model, x):

@@ -8,7 +8,7 @@ from torch import nn
 from crystallite.compression.operator_specs import FittedOperator, OperatorSpec, approximate
 from crystallite.operators.coupled import CoupledLinear
 from crystallite.operators.linear import BlockLinear
-from tests.operators.tolerance import assert_close
+from tests.helpers.tolerance import assert_close
 
 HUBS = (  # outputs 9 to 11 read all inputs, all outputs read input 8
     (np.array([0, 2, 4, 6]), np.array([0, 1, 2, 3, 8])),

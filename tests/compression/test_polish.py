@@ -16,12 +16,8 @@ from crystallite.compression.compress import compress
 from crystallite.compression.polish import polish_
 from crystallite.data.calibration import Calibration
 from crystallite.statistics.checkpoints import Checkpoints
-from tests.compression import networks
-from tests.compression.networks import relative_error
-
-
-def samples(width, count=1200, seed=5):
-    return torch.randn(count, width, generator=torch.Generator().manual_seed(seed))
+from tests.helpers import compressible as networks
+from tests.helpers.compressible import relative_error, samples
 
 
 @pytest.fixture(scope="module")
@@ -112,8 +108,8 @@ def test_an_interrupted_run_ends_where_it_would_have(pair, tmp_path, monkeypatch
 SCRIPT = """
 import sys, torch
 from crystallite.compression import compress, polish
-from tests.compression import networks
-from tests.compression.test_polish import samples
+from tests.helpers import compressible as networks
+from tests.helpers.compressible import samples
 real = polish._Run.take_step
 def step(self, rate, seed):
     real(self, rate, seed)

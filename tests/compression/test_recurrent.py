@@ -16,22 +16,9 @@ from crystallite.models.description import build, describe
 from crystallite.models.layers import find_units
 from crystallite.operators.low_rank_recurrent import LowRankRecurrent
 from crystallite.statistics.observer import ForwardPlan
-from tests.compression.networks import relative_error
-from tests.operators.tolerance import assert_close
-
-KINDS = {"RNN": nn.RNN, "GRU": nn.GRU, "LSTM": nn.LSTM}
-
-
-class Reader(nn.Module):
-    """Reads a sequence and says something at each step."""
-
-    def __init__(self, kind="GRU", inputs=12, hidden=32, **options):
-        super().__init__()
-        self.recurrent = KINDS[kind](inputs, hidden, batch_first=True, **options)
-        self.head = nn.Linear(hidden * (1 + self.recurrent.bidirectional), 8)
-
-    def forward(self, x):
-        return self.head(self.recurrent(x)[0])
+from tests.helpers.compressible import relative_error
+from tests.helpers.recurrent import KINDS, Reader, sequences
+from tests.helpers.tolerance import assert_close
 
 
 def planted(kind="GRU", rank=4, **options):
@@ -44,10 +31,6 @@ def planted(kind="GRU", rank=4, **options):
                 rows, columns = parameter.shape
                 parameter.copy_(torch.randn(rows, rank) @ torch.randn(rank, columns) / (rank * columns) ** 0.5)
     return model
-
-
-def sequences(count=200, length=7, inputs=12):
-    return torch.randn(count, length, inputs, generator=torch.Generator().manual_seed(1))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -7,8 +7,8 @@ from torch import nn
 import crystallite as cx
 from crystallite.compression.compress import compress
 from crystallite.core.errors import InvalidOption
-from tests.compression import networks
-from tests.compression.networks import relative_error
+from tests.helpers import compressible as networks
+from tests.helpers.compressible import relative_error
 
 
 def samples(width, count=800, seed=5):

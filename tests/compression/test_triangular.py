@@ -15,9 +15,9 @@ from crystallite.operators.frobenius import frobenius_form
 from crystallite.operators.low_rank_recurrent import LowRankRecurrent
 from crystallite.operators.recurrent_layer import GATES, BlockRecurrentLayer
 from crystallite.statistics.regression import Moments, Regression
-from tests.compression.networks import relative_error
-from tests.compression.test_recurrent import KINDS, Reader, sequences
-from tests.operators.tolerance import assert_close
+from tests.helpers.compressible import relative_error
+from tests.helpers.recurrent import KINDS, Reader, sequences
+from tests.helpers.tolerance import assert_close
 
 
 def group_of(hidden, groups, seed=3):

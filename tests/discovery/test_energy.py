@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from crystallite.discovery.energy import jacobian_energy
-from tests.operators.tolerance import RELATIVE
+from tests.helpers.tolerance import RELATIVE
 
 
 def assert_equal(found, expected, dtype=torch.float32):

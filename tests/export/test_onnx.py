@@ -12,8 +12,8 @@ from torch import nn
 import crystallite as cx
 from crystallite.cli.main import main
 from crystallite.export.onnx import export
-from tests.compression import networks
-from tests.operators.tolerance import assert_close
+from tests.helpers import compressible as networks
+from tests.helpers.tolerance import assert_close
 
 onnx = pytest.importorskip("onnx")
 onnxruntime = pytest.importorskip("onnxruntime")

@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 from crystallite.core.errors import CrystalliteError
 from crystallite.graph.trace import Untraceable, trace
-from tests.operators.tolerance import assert_close
-from tests.reorganization.networks import CNN, NETWORKS, Attention, Gated, ResNet, build, run
+from tests.helpers.networks import CNN, NETWORKS, Attention, Gated, ResNet, build, run
+from tests.helpers.tolerance import assert_close
 
 
 def along(axis, spaces, orders):

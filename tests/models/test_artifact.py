@@ -1,6 +1,5 @@
 """Artifacts: saved = reloaded, written whole or not at all, and nothing in them is believed."""
 
-import json
 import os
 import signal
 import subprocess
@@ -14,8 +13,9 @@ from torch import nn
 import crystallite as cx
 from crystallite.models import artifact
 from crystallite.models.record import Fold, LayerChange, Reorganization
-from tests.operators.test_chain import planted
-from tests.operators.test_linear import pair
+from tests.helpers.artifacts import edit_manifest, in_blocks, sequential_network
+from tests.helpers.planted.chain import planted
+from tests.helpers.planted.linear import pair
 
 
 class Network(nn.Module):
@@ -32,10 +32,6 @@ class Network(nn.Module):
         return self.head(self.norm(x))
 
 
-def in_blocks(layer):
-    return cx.BlockLinear.from_dense(layer.weight, layer.bias, cx.decompose(layer.weight.detach()))
-
-
 def reorganized(model):
     """A copy of the network by hand, with a record of what was done."""
     import copy
@@ -49,24 +45,9 @@ def reorganized(model):
     return small
 
 
-def edit_manifest(**changes):
-    def edit(folder):
-        file = folder / "manifest.json"
-        file.write_text(json.dumps({**json.loads(file.read_text()), **changes}, indent=1))
-
-    return edit
-
-
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
-
-
-def sequential_network():
-    """A chain that swallowed two places, a norm and a layer of blocks."""
-    chain = cx.BlockChain.from_dense(planted((16, 32, 8), 4, dtype=torch.float32), [nn.GELU("tanh")])
-    (other,) = planted((8, 12), 2, seed=5, dtype=torch.float32)
-    return nn.Sequential(chain, nn.Identity(), nn.Identity(), nn.LayerNorm(8), in_blocks(other), nn.Softmax(-1)).eval()
 
 
 def test_rebuilt_from_the_manifest(tmp_path):

@@ -8,8 +8,8 @@ from safetensors.torch import load_file, save_file
 
 import crystallite as cx
 from crystallite.models import artifact
-from tests.models.test_artifact import edit_manifest, sequential_network
-from tests.operators.test_recurrent import planted as planted_recurrent
+from tests.helpers.artifacts import edit_manifest, sequential_network
+from tests.helpers.planted.recurrent import planted as planted_recurrent
 
 
 def _edit_module(name, **changes):

@@ -6,14 +6,14 @@ from torch import nn
 
 import crystallite as cx
 from crystallite.models.description import build, describe
-from tests.operators.test_chain import planted as planted_chain
-from tests.operators.test_conv import SETTINGS, SIZES, masked, signal
-from tests.operators.test_coupled import HUBS, bordered, coupled
-from tests.operators.test_feed_forward import CASES, INPUTS, dense_pair
-from tests.operators.test_linear import STRUCTURES, pair
-from tests.operators.test_recurrent import INPUT, MODES, flat
-from tests.operators.test_recurrent import STRUCTURES as RECURRENT
-from tests.operators.test_recurrent import planted as planted_recurrent
+from tests.helpers.planted.chain import planted as planted_chain
+from tests.helpers.planted.conv import SETTINGS, SIZES, masked, signal
+from tests.helpers.planted.coupled import HUBS, bordered, coupled
+from tests.helpers.planted.feed_forward import CASES, INPUTS, dense_pair
+from tests.helpers.planted.linear import STRUCTURES, pair
+from tests.helpers.planted.recurrent import INPUT, MODES, flat
+from tests.helpers.planted.recurrent import STRUCTURES as RECURRENT
+from tests.helpers.planted.recurrent import planted as planted_recurrent
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 

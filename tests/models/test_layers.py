@@ -7,8 +7,8 @@ from torch import nn
 import crystallite as cx
 from crystallite.models.layers import find_units
 from crystallite.reorganization.restore import restore
-from tests.operators.tolerance import assert_close
-from tests.reorganization.models import assert_same_state, block_linear
+from tests.helpers.block_models import assert_same_state, block_linear
+from tests.helpers.tolerance import assert_close
 
 
 class Scaled(nn.Linear):

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import crystallite as cx
-from tests.reorganization.models import block_linear
+from tests.helpers.block_models import block_linear
 
 
 @pytest.fixture

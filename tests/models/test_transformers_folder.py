@@ -15,7 +15,7 @@ import crystallite as cx
 from crystallite.models.description import build, describe
 from crystallite.models.record import Fold, LayerChange, Reorganization
 from crystallite.models.transformers_folder import register_reader, write_config
-from tests.operators.tolerance import assert_close
+from tests.helpers.tolerance import assert_close
 
 transformers = pytest.importorskip("transformers")
 auto = pytest.importorskip("transformers.quantizers.auto")

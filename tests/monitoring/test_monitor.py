@@ -15,7 +15,7 @@ from crystallite.discovery import discover
 from crystallite.monitoring import StructureMonitor
 from crystallite.monitoring.journal import read_journal
 from crystallite.structure.levels import level_profile
-from tests.discovery.tasks import draw, mlp, steps
+from tests.helpers.tasks import draw, mlp, steps
 
 
 def test_rows_say_what_the_stages_say_alone():

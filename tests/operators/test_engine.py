@@ -11,8 +11,8 @@ from torch.autograd import forward_ad
 from torch.nn.utils import parametrize
 
 import crystallite as cx
-from tests.operators.test_chain import dense, planted
-from tests.operators.tolerance import assert_close
+from tests.helpers.planted.chain import dense, planted
+from tests.helpers.tolerance import assert_close
 
 
 def layer(rows=48, cols=64, k=4, dead=False):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import crystallite as cx
-from tests.operators.tolerance import assert_close
+from tests.helpers.tolerance import assert_close
 
 onnxruntime = pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript", reason="torch.onnx needs onnxscript")

@@ -13,8 +13,8 @@ from crystallite.models.record import Fold
 from crystallite.reorganization.fold import fold_, junctions, unfold_
 from crystallite.structure.bipartite import BipartiteStructure
 from crystallite.structure.decompose import decompose
-from tests.operators.tolerance import assert_close
-from tests.reorganization.networks import CNN, MLP, NETWORKS, Attention, Gated, build, run
+from tests.helpers.networks import CNN, MLP, NETWORKS, Attention, Gated, build, run
+from tests.helpers.tolerance import assert_close
 
 
 def in_order(blocks):

@@ -12,8 +12,8 @@ import crystallite as cx
 from crystallite.graph.trace import trace
 from crystallite.reorganization import rewrite
 from crystallite.structure.bipartite import BipartiteStructure
-from tests.operators.tolerance import assert_close
-from tests.reorganization.models import assert_same_state, block_linear, block_recurrent
+from tests.helpers.block_models import assert_same_state, block_linear, block_recurrent
+from tests.helpers.tolerance import assert_close
 
 
 def model_of(forward, attributes=dict):

@@ -11,9 +11,7 @@ from torch import nn
 
 import crystallite as cx
 from crystallite.reorganization.restore import DenseFeedForward, restore
-from tests.operators.test_chain import planted
-from tests.operators.tolerance import assert_close
-from tests.reorganization.models import (
+from tests.helpers.block_models import (
     Gated,
     annealed,
     assert_same_state,
@@ -22,6 +20,8 @@ from tests.reorganization.models import (
     block_recurrent,
     outputs_and_gradients,
 )
+from tests.helpers.planted.chain import planted
+from tests.helpers.tolerance import assert_close
 
 
 class Network(nn.Module):

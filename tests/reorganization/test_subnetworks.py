@@ -6,9 +6,9 @@ from torch import nn
 
 import crystallite as cx
 from crystallite.reorganization.subnetworks import subnetworks
-from tests.operators.test_chain import planted
-from tests.operators.tolerance import assert_close
-from tests.reorganization.models import Gated, block_linear
+from tests.helpers.block_models import Gated, block_linear
+from tests.helpers.planted.chain import planted
+from tests.helpers.tolerance import assert_close
 
 
 @pytest.fixture(autouse=True)

@@ -5,8 +5,8 @@ import torch
 
 import crystallite as cx
 from crystallite.reorganization.restore import restore
-from tests.operators.tolerance import assert_close
-from tests.reorganization.models import assert_same_state, block_linear, keep_, labels, mask
+from tests.helpers.block_models import assert_same_state, block_linear, keep_, labels, mask
+from tests.helpers.tolerance import assert_close
 
 transformers = pytest.importorskip("transformers")
 

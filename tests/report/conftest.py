@@ -9,8 +9,7 @@ import torch
 
 from crystallite.reorganization.rewrite import reorganize
 from crystallite.report import report
-
-from .networks import Planted, front_rows, monitor_rows, sweep_rows
+from tests.helpers.reports import Planted, front_rows, monitor_rows, sweep_rows
 
 _ARGUMENTS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
               "--disable-background-networking", "--disable-component-update"]  # fmt: skip

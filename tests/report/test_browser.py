@@ -10,9 +10,7 @@ import torch
 
 from crystallite.report import build, report
 from crystallite.structure.levels import level_profile
-
-from .networks import planted_blocks
-from .test_build import HOSTILE
+from tests.helpers.reports import HOSTILE, planted_blocks
 
 
 def numbers(page):

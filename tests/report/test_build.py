@@ -9,10 +9,7 @@ from torch import nn
 from crystallite.cli.report import add_parser
 from crystallite.core.errors import CrystalliteError, InvalidOption
 from crystallite.report import report
-
-from .networks import front_rows, monitor_rows, planted_blocks, sweep_rows
-
-HOSTILE = "</script><img src=x onerror=alert(1)>&amp;\"'`${7*7}"
+from tests.helpers.reports import HOSTILE, front_rows, monitor_rows, planted_blocks, sweep_rows
 
 
 @pytest.fixture(scope="module")

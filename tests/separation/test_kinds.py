@@ -16,8 +16,8 @@ from crystallite.separation.partition import joint_components
 from crystallite.separation.refit import refit_
 from crystallite.separation.straight_through import attach_, harden_
 from crystallite.separation.weights import parameter
-from tests.operators.tolerance import assert_close
-from tests.separation import digits
+from tests.helpers import digits
+from tests.helpers.tolerance import assert_close
 
 
 class Convolutional(nn.Module):

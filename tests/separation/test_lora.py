@@ -8,7 +8,7 @@ from torch import nn
 import crystallite as cx
 from crystallite.separation.lora import lora_for_blocks
 from crystallite.structure.hubs import BorderedStructure
-from tests.operators.tolerance import assert_close
+from tests.helpers.tolerance import assert_close
 
 peft = pytest.importorskip("peft")
 

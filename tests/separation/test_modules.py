@@ -10,7 +10,7 @@ import crystallite as cx
 from crystallite.data.batch import batches
 from crystallite.separation import find_chains, upgrade
 from crystallite.separation.modules import module_partition
-from tests.discovery.tasks import block_network, digits, mlp
+from tests.helpers.tasks import block_network, digits, mlp
 
 
 def heads(logits, labels):

@@ -19,7 +19,7 @@ from crystallite.separation.partition import (
 from crystallite.separation.refit import refit_
 from crystallite.separation.scale import balance_
 from crystallite.structure.levels import chain_labels
-from tests.reorganization.models import Gated, block_linear
+from tests.helpers.block_models import Gated, block_linear
 
 
 def mlp(activation=nn.ReLU):

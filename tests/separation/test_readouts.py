@@ -10,7 +10,7 @@ import crystallite as cx
 from crystallite.data.batch import batches
 from crystallite.separation import find_chains, random_partition, upgrade
 from crystallite.separation.readouts import readouts_for
-from tests.separation import digits
+from tests.helpers import digits
 
 
 def readouts(net, x, **options):

@@ -11,7 +11,7 @@ from torch import nn
 
 import crystallite as cx
 from crystallite.separation import mask_gradients, redistribute, to_blocks, to_dense, transfer_optimizer, updated
-from tests.reorganization.models import block_linear, labels, mask
+from tests.helpers.block_models import block_linear, labels, mask
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, 0.05),

@@ -15,8 +15,8 @@ from crystallite.separation import find_chains, random_partition, upgrade
 from crystallite.separation.blocks import clear_idle_
 from crystallite.separation.training import ends_of
 from crystallite.structure.levels import chain_labels
-from tests.operators.tolerance import assert_close
-from tests.separation import digits
+from tests.helpers import digits
+from tests.helpers.tolerance import assert_close
 
 
 @pytest.fixture(scope="module")

@@ -1,33 +1,3 @@
-import pytest
-import torch
+from tests.helpers.served import folder, model, service, url, x
 
-from crystallite.serving import Listener, Service
-from tests.serving.artifacts import APART, network, saved
-
-
-@pytest.fixture(scope="session")
-def model():
-    return network()
-
-
-@pytest.fixture(scope="session")
-def folder(model, tmp_path_factory):
-    return saved(model, tmp_path_factory.mktemp("served") / "small")
-
-
-@pytest.fixture(scope="module")
-def service(folder):
-    """Every subnetwork a piece of its own."""
-    with Service.load(folder, machine=APART) as service:
-        yield service
-
-
-@pytest.fixture(scope="module")
-def url(service):
-    with Listener(service, port=0) as listener:
-        yield listener.url
-
-
-@pytest.fixture
-def x():
-    return torch.randn(5, 12, generator=torch.Generator().manual_seed(1))
+__all__ = ["folder", "model", "service", "url", "x"]

@@ -1,9 +1,7 @@
 """The protocol over HTTP: what is wrong is said with a 4xx, and the server stays up."""
 
 import http.client
-import json
 import socket
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -14,37 +12,9 @@ import torch
 
 import crystallite as cx
 from crystallite.serving import Limits, Listener, Service
-from tests.operators.tolerance import assert_close
-from tests.serving.artifacts import TOGETHER, network, saved
-
-TOKEN = "a token that nobody guesses"
-
-
-def call(url, path, body=None, method=None, headers=()):
-    """(status, headers, body as JSON or text)."""
-    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=60)
-    try:
-        connection.request(method or ("GET" if body is None else "POST"), path, body, dict(headers))
-        response = connection.getresponse()
-        text = response.read().decode()
-        is_json = response.headers.get("content-type", "") == "application/json"
-        return response.status, response.headers, json.loads(text) if is_json else text
-    finally:
-        connection.close()
-
-
-def request(x, **more):
-    tensor = {"name": "input", "shape": list(x.shape), "datatype": "FP32", "data": x.flatten().tolist()}
-    return json.dumps({"inputs": [tensor], **more})
-
-
-def infer(url, x, path="/v2/models/small/infer", **more):
-    return call(url, path, request(x, **more))
-
-
-def answer(body):
-    (output,) = body["outputs"]
-    return torch.tensor(output["data"]).reshape(output["shape"])
+from tests.helpers.artifacts import TOGETHER, network, saved
+from tests.helpers.http_client import TOKEN, Slow, answer, call, infer, request, wait_for
+from tests.helpers.tolerance import assert_close
 
 
 @pytest.fixture
@@ -187,19 +157,6 @@ def test_bodies_that_do_not_come(folder, x):
         assert infer(listener.url, x)[0] == 200
 
 
-class Slow(torch.nn.Module):
-    """A piece that waits until it is let through."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner, self.gate, self.calls = inner, threading.Event(), 0
-
-    def forward(self, x):
-        self.calls += 1
-        assert self.gate.wait(60)
-        return self.inner(x)
-
-
 @pytest.fixture
 def slow(folder):
     """A server whose only piece waits, and the piece."""
@@ -211,13 +168,6 @@ def slow(folder):
             yield listener.url, piece, service
         finally:
             piece.gate.set()
-
-
-def wait_for(condition):
-    until = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.005)
 
 
 def test_a_full_queue(slow, x):

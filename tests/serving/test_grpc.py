@@ -14,15 +14,13 @@ from hypothesis import strategies as st
 import crystallite as cx
 from crystallite.serving import Limits, Listener, Service
 from crystallite.serving.grpc_messages import message
-from tests.operators.tolerance import assert_close
-from tests.serving.artifacts import APART, TOGETHER, network, saved
-from tests.serving.test_app import TOKEN, Slow, wait_for
+from tests.helpers.artifacts import APART, TOGETHER, network, saved
+from tests.helpers.grpc_client import INFER, Code, infer, request, send
+from tests.helpers.http_client import TOKEN, Slow, wait_for
+from tests.helpers.tolerance import assert_close
 
 grpc = pytest.importorskip("grpc", reason="needs grpcio")
 triton = pytest.importorskip("tritonclient.grpc", reason="needs tritonclient[grpc]")
-
-Code = grpc.StatusCode
-INFER = "/inference.GRPCInferenceService/ModelInfer"
 
 
 @pytest.fixture(scope="module")
@@ -45,28 +43,6 @@ def client(served):
 def channel(served):
     with grpc.insecure_channel(served[1], options=[("grpc.max_send_message_length", -1)]) as channel:
         yield channel
-
-
-def send(channel, content, call=INFER, **options):
-    """(code, what was answered or said, trailing metadata) for bytes that may be anything."""
-    method = channel.unary_unary(call)  # no serializer: bytes as they are
-    try:
-        answer, done = method.with_call(content, timeout=options.pop("timeout", 60), **options)
-        return Code.OK, answer, dict(done.trailing_metadata())
-    except grpc.RpcError as error:
-        return error.code(), error.details(), dict(error.trailing_metadata() or ())
-
-
-def request(x, model="f32", raw=True, **changes):
-    tensor = {"name": "input", "datatype": "FP32", "shape": list(x.shape)}
-    if not raw:
-        tensor["contents"] = {"fp32_contents": x.flatten().tolist()}
-    contents = [x.numpy().tobytes()] if raw else []
-    return {"model_name": model, "inputs": [tensor], "raw_input_contents": contents, **changes}
-
-
-def infer(channel, content, **options):
-    return send(channel, message("ModelInferRequest")(**content).SerializeToString(), **options)
 
 
 @pytest.fixture

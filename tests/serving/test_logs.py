@@ -6,7 +6,7 @@ import logging
 import pytest
 
 from crystallite.serving.logs import log
-from tests.serving.test_app import call, infer, request, wait_for
+from tests.helpers.http_client import call, infer, request, wait_for
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 
@@ -80,8 +80,8 @@ def test_nothing_is_written_unless_asked(url, x, capfd):
 def test_grpc(service, lines, x):
     grpc = pytest.importorskip("grpc", reason="needs grpcio")
     from crystallite.serving import Listener
-    from tests.serving.test_grpc import infer as ask
-    from tests.serving.test_grpc import request as asked
+    from tests.helpers.grpc_client import infer as ask
+    from tests.helpers.grpc_client import request as asked
 
     metadata = (("x-request-id", "eight"), ("traceparent", f"00-{TRACE}-{SPAN}-01"))
     with Listener(service, port=0, grpc_port=0) as listener, grpc.insecure_channel(listener.grpc_target) as channel:

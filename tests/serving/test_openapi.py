@@ -5,7 +5,7 @@ from hypothesis import HealthCheck, given, settings
 
 from crystallite.serving import Listener
 from crystallite.serving.openapi import document
-from tests.serving.test_app import TOKEN, call, infer, request
+from tests.helpers.http_client import TOKEN, call, infer, request
 
 schemathesis = pytest.importorskip("schemathesis", reason="needs schemathesis")
 

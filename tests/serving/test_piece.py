@@ -15,8 +15,8 @@ from crystallite.serving import Machine
 from crystallite.serving.model import CutModel, Source
 from crystallite.serving.piece import open_piece
 from crystallite.serving.plan import arrange
-from tests.reorganization.models import Gated, block_linear
-from tests.serving.artifacts import APART, TOGETHER, network, saved, small
+from tests.helpers.artifacts import APART, TOGETHER, network, saved, small
+from tests.helpers.block_models import Gated, block_linear
 
 
 def assert_pieces_are_as_planned(folder, machine=APART, into=None):

@@ -9,9 +9,9 @@ from torch import nn
 import crystallite as cx
 from crystallite.serving import Machine, plan
 from crystallite.serving.plan import WORTH, arrange
-from tests.operators.tolerance import assert_close
-from tests.reorganization.models import block_linear
-from tests.serving.artifacts import APART, TOGETHER, network, small
+from tests.helpers.artifacts import APART, TOGETHER, network, small
+from tests.helpers.block_models import block_linear
+from tests.helpers.tolerance import assert_close
 
 
 def test_light_parts_stay_together(folder):

@@ -1,7 +1,8 @@
 """The service on a Ray cluster: the answers of the in-process engine, whatever dies, freezes, grows or is replaced.
 
 Ray listens on every network interface, so all of it runs in a network namespace that has nothing but loopback; a
-process namespace ends whatever was started. One cluster and one service are shared by all tests; see `ray_inside`.
+process namespace ends whatever was started. One cluster and one service are shared by all tests; the scenarios are
+those of `benchmarks/ray_scenarios.py`, which are also timed.
 """
 
 import importlib.util
@@ -15,13 +16,8 @@ import tempfile
 from pathlib import Path
 
 import pytest
-import torch
-
-from tests.analysis.test_ray_engine import NAMESPACE
-from tests.operators.tolerance import RELATIVE
-from tests.serving.ray_inside import AT_ONCE, HEAVY, LIGHT
-
-CLOSE = RELATIVE[torch.float32]
+from benchmarks.namespace import NAMESPACE
+from benchmarks.ray_scenarios import AT_ONCE, CLOSE, HEAVY, LIGHT
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +37,7 @@ def ray(tmp_path_factory):
             "RAY_SERVE_HANDLE_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1",
             "OMP_NUM_THREADS": "1",
         }
-        command = [*NAMESPACE, sys.executable, "-m", "tests.serving.ray_inside", str(folder)]
+        command = [*NAMESPACE, sys.executable, "-m", "benchmarks.ray_scenarios", str(folder)]
         with subprocess.Popen(
             command, env=environment, cwd=Path(__file__).parents[2], text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,

@@ -12,9 +12,9 @@ from torch import nn
 
 import crystallite as cx
 from crystallite.serving import Limits, Refusal, Service
-from tests.operators.tolerance import assert_close
-from tests.reorganization.models import Gated, block_convolution, block_linear
-from tests.serving.artifacts import APART, TOGETHER, network, saved
+from tests.helpers.artifacts import APART, TOGETHER, network, saved
+from tests.helpers.block_models import Gated, block_convolution, block_linear
+from tests.helpers.tolerance import assert_close
 
 
 @pytest.mark.parametrize("machine", [APART, TOGETHER])
@@ -154,7 +154,7 @@ def test_a_model_with_code_of_its_own(tmp_path):
 
 def test_outputs_that_are_no_tensor(tmp_path):
     torch.manual_seed(0)
-    from tests.reorganization.models import block_recurrent
+    from tests.helpers.block_models import block_recurrent
 
     model = nn.Sequential(block_recurrent(nn.GRU, 8, 8, 2, batch_first=True)).eval()
     path = saved(model, tmp_path / "sequences")

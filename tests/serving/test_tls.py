@@ -13,8 +13,8 @@ import torch
 
 import crystallite as cx
 from crystallite.serving import Listener, Service
-from tests.operators.tolerance import assert_close
-from tests.serving.test_app import TOKEN, request
+from tests.helpers.http_client import TOKEN, request
+from tests.helpers.tolerance import assert_close
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="needs the openssl program")
 

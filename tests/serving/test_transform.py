@@ -12,8 +12,8 @@ from crystallite.serving.engine import LocalEngine, Unreachable
 from crystallite.serving.metrics import Metrics
 from crystallite.serving.plan import arrange
 from crystallite.serving.transform import Transform
-from tests.operators.tolerance import assert_close
-from tests.serving.artifacts import APART, network, small
+from tests.helpers.artifacts import APART, network, small
+from tests.helpers.tolerance import assert_close
 
 LIMITS = Limits(attempts=3)
 FAILED, LOST = ConnectionError("replica died"), Unreachable("no replica")

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from crystallite.serving import Listener, Service
-from tests.operators.tolerance import assert_close
-from tests.serving.artifacts import APART, network, saved
+from tests.helpers.artifacts import APART, network, saved
+from tests.helpers.tolerance import assert_close
 
 triton = pytest.importorskip("tritonclient.http", reason="needs tritonclient[http]")
 

@@ -13,13 +13,13 @@ from torch.nn import functional as F
 
 import crystallite as cx
 from crystallite.separation import training, upgrade
-from tests.separation import digits
+from tests.helpers import digits
 
 KILLED = """
 import os, signal, sys
 from torch.nn import functional as F
 from crystallite.separation import training, upgrade
-from tests.separation import digits
+from tests.helpers import digits
 
 training._SECONDS = 0.0  # a checkpoint after every batch
 loader, *_ = digits.data()

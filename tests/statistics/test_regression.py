@@ -14,7 +14,7 @@ from crystallite.compression.pruning import eliminate
 from crystallite.compression.sequential import fitted_operator
 from crystallite.core.errors import InvalidOption
 from crystallite.statistics.regression import Moments, Regression
-from tests.operators.tolerance import RELATIVE
+from tests.helpers.tolerance import RELATIVE
 
 EXACT = RELATIVE[torch.float64] * 1e4  # sums of squares lose half of the digits where most of them cancel
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 import crystallite as cx
-from tests import paper
+from tests.helpers import paper
 
 ENGINES = ["graph", "matrix"]
 

@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import crystallite as cx
 from crystallite.data.batch import Batch
 from crystallite.validation.cost import count_macs, measure_latency
-from tests.reorganization.models import block_convolution, block_linear, block_recurrent
+from tests.helpers.block_models import block_convolution, block_linear, block_recurrent
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ from crystallite.annealing import nulls
 from crystallite.core.errors import InvalidOption
 from crystallite.validation import sweep, validate
 from crystallite.validation.annealed import AnnealedModel
-from tests.operators.tolerance import assert_close
-from tests.reorganization.models import annealed, block_convolution, block_linear, block_recurrent, keep_, labels, mask
+from tests.helpers.block_models import annealed, block_convolution, block_linear, block_recurrent, keep_, labels, mask
+from tests.helpers.tolerance import assert_close
 
 MNIST = Path(__file__).parents[3] / "shared" / "data" / "mnist.npz"
 

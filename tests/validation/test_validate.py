@@ -14,7 +14,7 @@ import crystallite as cx
 from crystallite.core.errors import InvalidOption
 from crystallite.models.artifact import read_manifest
 from crystallite.validation import Verdict, validate
-from tests.reorganization.models import block_linear
+from tests.helpers.block_models import block_linear
 
 
 def classifier(seed=0):

@@ -16,7 +16,7 @@ import torch
 
 from crystallite.core.errors import CheckpointError
 from crystallite.weights import open_checkpoint
-from tests.weights import test_gguf_file, test_onnx_file
+from tests.helpers import hostile_gguf, hostile_onnx
 
 
 def safetensors(entries, data=b"", header=None, length=None):
@@ -320,8 +320,8 @@ def test_bombs_take_no_memory(tmp_path):
         **{f"{i}.safetensors": content for i, (content, _) in enumerate(SAFETENSORS.values())},
         **{f"{i}.npz": content for i, (content, _) in enumerate(NUMPY.values())},
         **{f"{i}.pt": content for i, (content, _) in enumerate(TORCH.values())},
-        **{f"{i}.gguf": content for i, (content, _) in enumerate(test_gguf_file.HOSTILE.values())},
-        **{f"{i}.onnx": content for i, (content, _) in enumerate(test_onnx_file.HOSTILE.values())},
+        **{f"{i}.gguf": content for i, (content, _) in enumerate(hostile_gguf.HOSTILE.values())},
+        **{f"{i}.onnx": content for i, (content, _) in enumerate(hostile_onnx.HOSTILE.values())},
         "brackets.safetensors": safetensors({}, header=b'{"a":[' + b"[]," * 8_000_000 + b"[]]}"),
     }
     for name, content in bombs.items():

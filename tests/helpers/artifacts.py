@@ -1,12 +1,14 @@
 """Saved models with planted blocks, and the dense models they were made from."""
 
+import json
+
 import torch
 from torch import nn
 
 import crystallite as cx
 from crystallite.models.artifact import attach_verdict
 from crystallite.serving import Machine
-from tests.operators.test_chain import planted
+from tests.helpers.planted.chain import planted
 
 APART = Machine(hop=1e-12, macs_per_second=1e9, bytes_per_second=1e9)  # every part is worth a service
 TOGETHER = Machine(hop=1e3, macs_per_second=1e9, bytes_per_second=1e9)  # none is
@@ -32,3 +34,22 @@ def saved(model, path, passed=True):
     if passed is not None:
         attach_verdict(path, {"passed": passed, "reasons": ["planted"]})
     return path
+
+
+def in_blocks(layer):
+    return cx.BlockLinear.from_dense(layer.weight, layer.bias, cx.decompose(layer.weight.detach()))
+
+
+def edit_manifest(**changes):
+    def edit(folder):
+        file = folder / "manifest.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), **changes}, indent=1))
+
+    return edit
+
+
+def sequential_network():
+    """A chain that swallowed two places, a norm and a layer of blocks."""
+    chain = cx.BlockChain.from_dense(planted((16, 32, 8), 4, dtype=torch.float32), [nn.GELU("tanh")])
+    (other,) = planted((8, 12), 2, seed=5, dtype=torch.float32)
+    return nn.Sequential(chain, nn.Identity(), nn.Identity(), nn.LayerNorm(8), in_blocks(other), nn.Softmax(-1)).eval()

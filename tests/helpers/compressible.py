@@ -5,7 +5,7 @@ import itertools
 import torch
 from torch import nn
 
-from tests.separation import digits
+from tests.helpers import digits
 
 
 def mlp(*sizes, seed=0):
@@ -67,3 +67,7 @@ def trained_digits():
 
 def relative_error(found, expected):
     return float((found - expected).detach().norm() / expected.detach().norm())
+
+
+def samples(width, count=1200, seed=5):
+    return torch.randn(count, width, generator=torch.Generator().manual_seed(seed))

@@ -59,3 +59,6 @@ def monitor_rows():
         for step in range(0, 101, 10)
         for layer in ("first", "second")
     ]  # fmt: skip
+
+
+HOSTILE = "</script><img src=x onerror=alert(1)>&amp;\"'`${7*7}"

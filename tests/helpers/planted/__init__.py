@@ -1,0 +1,1 @@
+"""Dense layers with planted blocks, by operator."""
