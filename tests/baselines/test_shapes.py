@@ -29,7 +29,7 @@ def test_svd_is_exact_at_the_true_rank(rank):
     net, some = low_rank(rank), batch(5, 24)
     some.positional[0].data = some.positional[0].double()
     small = decomposed(net, ["0", "2"], some, 5 * rank * (24 + 30 + 30 + 18))
-    assert [layer.out_features for layer in (small[0][0], small[2][0])] == [rank, rank]
+    assert [layer.out_features for layer in (small[0].down, small[2].down)] == [rank, rank]
     assert_close(run(small, some), run(net, some))
 
 
@@ -53,8 +53,8 @@ def test_svd_of_convolutions():
         net[3].weight.copy_((torch.randn(12, 2) @ torch.randn(2, 108)).view(12, 12, 3, 3))
     limit = count_macs(net, some) - 3 * 4 * (12 * 108 - 2 * (12 + 108))
     small = decomposed(net, ["3"], some, limit)
-    assert small[3][0].out_channels == 2
-    assert small[3][0].stride == (2, 2)
+    assert small[3].rank == 2
+    assert small[3].stride == (2, 2)
     assert count_macs(small, some) == limit
     assert (run(small, some) - run(net, some)).abs().max() < 1e-4
 

@@ -11,6 +11,7 @@ import crystallite as cx
 from crystallite.compression.compress import compress
 from crystallite.core.errors import InvalidOption
 from crystallite.operators.linear import BlockLinear
+from crystallite.operators.low_rank import LowRankLinear
 from tests.helpers import compressible as networks
 from tests.helpers.compressible import relative_error
 from tests.helpers.digits import accuracy
@@ -33,8 +34,8 @@ def share(model):
 def test_a_planted_low_rank_is_found():
     model, fresh = networks.low_rank(), samples(40, seed=9)
     small = compress(model, budget=0.4, calibration=samples(40))
-    assert isinstance(small[0], nn.Sequential)
-    assert [type(layer) for layer in small[0]] == [nn.Linear, nn.Linear]
+    assert isinstance(small[0], LowRankLinear)
+    assert [type(layer) for layer in small[0].children()] == [nn.Linear, nn.Linear]
     assert share(small) <= 0.4
     assert relative_error(small(fresh), model(fresh)) < 1e-4
 

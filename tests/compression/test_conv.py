@@ -10,6 +10,7 @@ from crystallite.compression.compress import compress
 from crystallite.compression.groups import find_neuron_groups
 from crystallite.compression.pruning import eliminate
 from crystallite.data.batch import Batch
+from crystallite.operators.low_rank import LowRankConv, LowRankLinear
 from crystallite.statistics.layer_io import call_counts, matrix_of, read_rows, written_rows
 from crystallite.statistics.regression import Moments, Regression
 from tests.helpers.compressible import relative_error
@@ -79,7 +80,7 @@ def test_a_planted_rank_is_found():
     with torch.no_grad():
         model[0].weight.copy_((torch.randn(32, 4) @ torch.randn(4, 27)).view(32, 3, 3, 3) / 8)
     small = compress(model, budget=(4 * 59 + 64) / (32 * 27 + 64) + 1e-6, calibration=x)
-    assert [tuple(part.weight.shape) for part in small[0]] == [(4, 3, 3, 3), (32, 4, 1, 1)]
+    assert [tuple(part.weight.shape) for part in (small[0].down, small[0].up)] == [(4, 3, 3, 3), (32, 4, 1, 1)]
     assert relative_error(small(x), model(x)) < 1e-4
 
 
@@ -90,7 +91,17 @@ def test_the_budget_is_kept_and_plain_modules_come_out(budget):
     before, after = cx.summary(small).macs
     assert before == 64 * 16 * 27 + 16 * 24 * 144 + 6 * 96
     assert after <= budget * before
-    plain = (nn.Sequential, nn.Conv2d, nn.BatchNorm2d, nn.ReLU, nn.AdaptiveAvgPool2d, nn.Flatten, nn.Linear)
+    plain = (
+        LowRankConv,
+        LowRankLinear,
+        nn.Sequential,
+        nn.Conv2d,
+        nn.BatchNorm2d,
+        nn.ReLU,
+        nn.AdaptiveAvgPool2d,
+        nn.Flatten,
+        nn.Linear,
+    )
     assert all(type(module) in plain for module in small.modules())
     counted = []
     for module in small.modules():

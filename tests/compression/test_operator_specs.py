@@ -8,6 +8,7 @@ from torch import nn
 from crystallite.compression.operator_specs import FittedOperator, OperatorSpec, approximate
 from crystallite.operators.coupled import CoupledLinear
 from crystallite.operators.linear import BlockLinear
+from crystallite.operators.low_rank import LowRankLinear
 from tests.helpers.tolerance import assert_close
 
 HUBS = (  # outputs 9 to 11 read all inputs, all outputs read input 8
@@ -22,7 +23,7 @@ CELLS = tuple((np.arange(i, 12, 3), np.arange(i, 9, 3)) for i in range(3))
     ("spec", "kind"),
     [
         (OperatorSpec(), nn.Linear),
-        (OperatorSpec(rank=3), nn.Sequential),
+        (OperatorSpec(rank=3), LowRankLinear),
         (OperatorSpec(blocks=CELLS), BlockLinear),
         (OperatorSpec(2, CELLS), CoupledLinear),
         (OperatorSpec(blocks=HUBS, hubs=(3, 1)), BlockLinear),
