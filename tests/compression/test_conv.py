@@ -11,7 +11,8 @@ from crystallite.compression.groups import find_neuron_groups
 from crystallite.compression.pruning import eliminate
 from crystallite.data.batch import Batch
 from crystallite.statistics.layer_io import call_counts, matrix_of, read_rows, written_rows
-from crystallite.statistics.regression import Moments, Regression
+from crystallite.statistics.moments import Moments
+from crystallite.statistics.regression import Regression
 from tests.compression.networks import relative_error
 from tests.operators.tolerance import assert_close
 

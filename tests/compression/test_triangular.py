@@ -14,7 +14,8 @@ from crystallite.models.description import build, describe
 from crystallite.operators.frobenius import frobenius_form
 from crystallite.operators.low_rank_recurrent import LowRankRecurrent
 from crystallite.operators.recurrent_layer import GATES, BlockRecurrentLayer
-from crystallite.statistics.regression import Moments, Regression
+from crystallite.statistics.moments import Moments
+from crystallite.statistics.regression import Regression
 from tests.compression.networks import relative_error
 from tests.compression.test_recurrent import KINDS, Reader, sequences
 from tests.operators.tolerance import assert_close

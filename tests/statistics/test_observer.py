@@ -1,4 +1,4 @@
-"""A model run in stretches shows what a whole run shows."""
+"""A model run in segments shows what a whole run shows."""
 
 import pytest
 import torch
@@ -48,19 +48,19 @@ def everything(spec):
     return torch.arange(spec.numel())
 
 
-def test_stations_are_found_by_what_is_handed_on(stack):
+def test_boundaries_are_found_by_what_is_handed_on(stack):
     found = ForwardPlan.of(stack[0], NAMES, stack[1])
     assert found.boundaries == ("layers.0", "layers.1", "layers.2")
     assert found.segments[0] == (("enter",), ("layers.0.first",), ("layers.0.second",))
     assert found.segments[3] == (("leave",),)
 
 
-def test_a_run_in_stretches_sees_what_a_whole_run_sees(stack):
+def test_a_run_in_segments_sees_what_a_whole_run_sees(stack):
     model, batch = stack
     plan = ForwardPlan.of(model, NAMES, batch)
     whole = ForwardPlan((), (), frozenset(), frozenset())
-    expected, _ = observe(model, batch, whole, 0, None, NAMES, everything)
-    carry = None
+    expected, _ = observe(model, batch, whole, 0, (), NAMES, everything)
+    carry = ()
     for segment, layer_groups in enumerate(plan.segments):
         names = [name for layer_group in layer_groups for name in layer_group]
         assert torch.equal(outputs_of(model, batch, plan, segment, carry), model(*batch.positional))
@@ -74,7 +74,7 @@ def test_a_run_in_stretches_sees_what_a_whole_run_sees(stack):
 def test_what_is_added_to_a_stream_is_seen(stack):
     model, batch = stack
     plan = ForwardPlan.of(model, NAMES, batch)
-    seen, _ = observe(model, batch, plan, 0, None, ["enter", "layers.0.second"], everything)
+    seen, _ = observe(model, batch, plan, 0, (), ["enter", "layers.0.second"], everything)
     assert seen["enter"].residual is None
     assert torch.equal(seen["layers.0.second"].residual, seen["enter"].outputs)
 
@@ -84,12 +84,12 @@ def test_a_run_ends_before_a_layer_it_need_not_reach(stack):
     plan = ForwardPlan.of(model, NAMES, batch)
     model.layers[0].second.weight.data.fill_(torch.nan)
     model.layers[0].second.register_forward_hook(lambda *_: pytest.fail("ran too far"))
-    seen, returned = observe(model, batch, plan, 0, None, ["enter"], everything, "layers.0.second")
-    assert returned is None
+    seen, returned = observe(model, batch, plan, 0, (), ["enter"], everything, "layers.0.second")
+    assert returned == ()
     assert torch.equal(seen["enter"].inputs, batch.positional[0])
 
 
-def test_layers_that_read_the_same_are_one_stage():
+def test_layers_that_read_the_same_are_one_group():
     class Three(nn.Module):
         def __init__(self):
             super().__init__()
@@ -102,7 +102,7 @@ def test_layers_that_read_the_same_are_one_stage():
     assert found.segments == ((("q", "k"), ("out",)),)
 
 
-def test_modules_with_something_between_them_are_no_stations():
+def test_modules_with_something_between_them_are_no_boundaries():
     class Halved(nn.Module):
         def __init__(self):
             super().__init__()

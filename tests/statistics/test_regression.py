@@ -13,7 +13,8 @@ from crystallite.compression.operator_specs import OperatorSpec, approximate, bl
 from crystallite.compression.pruning import eliminate
 from crystallite.compression.sequential import fitted_operator
 from crystallite.core.errors import InvalidOption
-from crystallite.statistics.regression import Moments, Regression
+from crystallite.statistics.moments import Moments
+from crystallite.statistics.regression import Regression
 from tests.operators.tolerance import RELATIVE
 
 EXACT = RELATIVE[torch.float64] * 1e4  # sums of squares lose half of the digits where most of them cancel
