@@ -25,7 +25,8 @@ MAY_IMPORT = {
     "partitioning": "core data graph models operators statistics structure",
     "discovery": "core data partitioning",
     "monitoring": "annealing core discovery partitioning structure",
-    "separation": "annealing core data discovery graph models operators partitioning reorganization statistics",
+    "separation": "annealing core data discovery graph models operators partitioning reorganization statistics "
+    "structure",
     "compression": "core data graph models operators partitioning reorganization statistics structure",
     "validation": "annealing core data models operators reorganization",
     "export": "core data models operators",

@@ -6,7 +6,7 @@ model, data/calibration.py: what is fitted on, what only judges
        ├─ recurrent.py    recurrent networks as matrices that multiply rows
        ├─ latency.py, int8_latency.py   what layers cost in time, where the budget counts that
        ├─ influence.py    which errors of a layer reach the outputs
-       └─ statistics/moments.py → regression.py   sums over samples → the best dense layer, and how much worse others are
+       └─ statistics/moments.py → regression.py   sums over samples → the best dense layer, and what others lose
             ├─ groups.py, heads.py, pruning.py   hidden neurons, heads and channels that can go
             ├─ operator_specs.py, partitions.py, hubs.py   low rank, blocks, blocks and a coupling
             └─ probing.py → allocation.py   output error for every size → sizes under a budget
