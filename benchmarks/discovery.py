@@ -27,7 +27,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 from benchmarks.timing import MNIST, show, store, stored
 from crystallite import subnetworks
 from crystallite.discovery import discover
-from crystallite.discovery.coclustering import agreement
+from crystallite.partitioning.coclustering import agreement
 from crystallite.separation import upgrade
 
 Loss = Callable[[Tensor, Tensor], Tensor]

@@ -31,10 +31,9 @@ from crystallite.baselines import METHODS
 from crystallite.baselines.compare import makers
 from crystallite.baselines.onnx_runtime import InOnnxRuntime
 from crystallite.compression.compress import compress
-from crystallite.compression.groups import first_samples
 from crystallite.compression.polish import polish_
 from crystallite.core.errors import CrystalliteError
-from crystallite.data.batch import Batch, batches, run
+from crystallite.data.batch import Batch, batches
 from crystallite.data.calibration import Calibration
 from crystallite.models.layers import find_units
 from crystallite.validation.cost import count_macs
@@ -112,7 +111,7 @@ def measured(
             if method not in _DENSE:
                 add(method, budget, others[method])
     macs = {key: _macs(key, made, timed[0]) for key in made}
-    times, single = (best_times(made, some) for some in (timed, [first_samples(batch, 1) for batch in timed]))
+    times, single = (best_times(made, some) for some in (timed, [batch.first(1) for batch in timed]))
     dense = ("dense", 1.0)
     return [
         {
@@ -154,7 +153,7 @@ def best_times(models: Mapping[Any, nn.Module], some: Sequence[Batch], repeats: 
         for _ in range(repeats):
             for key, place in best:
                 start = time.process_time()
-                run(models[key], some[place])
+                some[place].run(models[key])
                 best[key, place] = min(best[key, place], time.process_time() - start)
     return {key: sum(best[key, place] for place in range(len(some))) for key in models}
 

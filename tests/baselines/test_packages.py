@@ -8,7 +8,7 @@ import crystallite as cx
 from crystallite.baselines.compare import best_times
 from crystallite.baselines.onnx_runtime import InOnnxRuntime
 from crystallite.baselines.torch_pruning import pruned_by_graph
-from crystallite.data.batch import Batch, run
+from crystallite.data.batch import Batch
 from crystallite.validation.cost import count_macs
 from tests.helpers.prunable import Attention, batch, convolutions, perceptron
 from tests.helpers.tolerance import assert_close
@@ -29,7 +29,7 @@ def test_torch_pruning_drops_what_does_nothing(net, some, heads):
     limit = int(0.55 * count_macs(net, some))
     small = pruned_by_graph(net, names, heads, some, limit)
     assert 0.5 * limit < count_macs(small, some) <= limit
-    assert_close(run(small, some), run(net, some))
+    assert_close(some.run(small), some.run(net))
 
 
 def test_torch_pruning_says_what_it_cannot_do():
@@ -65,7 +65,7 @@ def test_onnx_runtime_is_called_like_the_model(int8):
     made = Batch(0, 6, (), {"x": torch.randn(6, 8), "scale": scale}, torch.zeros(6))
     session = InOnnxRuntime(net, made, int8=int8)
     other = Batch(0, 3, (), {"x": torch.randn(3, 8), "scale": scale[:3]})
-    expected, found = run(net, other), run(session, other)
+    expected, found = other.run(net), other.run(session)
     assert found["states"][0].shape == (3, 16)
     if int8:
         assert not torch.equal(found["logits"], expected["logits"])

@@ -9,7 +9,7 @@ import crystallite as cx
 from crystallite.baselines.groups import Group, find_groups, without
 from crystallite.baselines.layers import find_layers, input_norms
 from crystallite.baselines.pruning import pruned, scores
-from crystallite.data.batch import Batch, run
+from crystallite.data.batch import Batch
 from crystallite.validation.cost import count_macs
 from tests.helpers.prunable import Attention, batch, convolutions, perceptron
 from tests.helpers.tolerance import assert_close
@@ -37,7 +37,7 @@ def test_what_does_nothing_goes_without_error(planted, wanda):
     limit = count_macs(alive, some)
     small = pruned(net, groups, some, limit, input_norms(net, names, [some]) if wanda else None)
     assert count_macs(small, some) == limit < count_macs(net, some)
-    assert_close(run(small, some), run(net, some))
+    assert_close(some.run(small), some.run(net))
 
 
 @pytest.mark.parametrize("share", [0.15, 0.3, 0.5, 0.9])
@@ -46,7 +46,7 @@ def test_the_cost_keeps_to_the_limit(planted, share):
     limit = int(share * count_macs(net, some))
     small = pruned(net, find_groups(net, find_layers(net), some), some, limit)
     assert 0.5 * limit < count_macs(small, some) <= limit
-    assert run(small, some).shape == run(net, some).shape
+    assert some.run(small).shape == some.run(net).shape
 
 
 def test_the_original_is_not_changed():
@@ -92,7 +92,7 @@ def test_batch_norms_lose_the_same_channels():
     masked = convolutions()
     with torch.no_grad():
         masked[3].weight[:, [c for c in range(12) if c not in kept.tolist()]] = 0
-    assert_close(run(small, some), run(masked, some))
+    assert_close(some.run(small), some.run(masked))
 
 
 def test_the_wanda_score_knows_what_is_multiplied():

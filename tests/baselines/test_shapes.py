@@ -8,7 +8,6 @@ from torch import nn
 
 import crystallite as cx
 from crystallite.baselines.shapes import decomposed, random_blocks
-from crystallite.data.batch import run
 from crystallite.validation.cost import count_macs
 from tests.helpers.prunable import batch, convolutions, perceptron
 from tests.helpers.tolerance import assert_close
@@ -30,7 +29,7 @@ def test_svd_is_exact_at_the_true_rank(rank):
     some.positional[0].data = some.positional[0].double()
     small = decomposed(net, ["0", "2"], some, 5 * rank * (24 + 30 + 30 + 18))
     assert [layer.out_features for layer in (small[0].down, small[2].down)] == [rank, rank]
-    assert_close(run(small, some), run(net, some))
+    assert_close(some.run(small), some.run(net))
 
 
 def test_svd_of_recurrent_networks():
@@ -44,7 +43,7 @@ def test_svd_of_recurrent_networks():
     total = count_macs(model, x)
     small = decomposed(model, ["0"], x, total * 2 // 3)
     assert count_macs(small, x) <= total * 2 // 3
-    assert_close(run(small, x)[0], run(model, x)[0])
+    assert_close(x.run(small)[0], x.run(model)[0])
 
 
 def test_svd_of_convolutions():
@@ -56,7 +55,7 @@ def test_svd_of_convolutions():
     assert small[3].rank == 2
     assert small[3].stride == (2, 2)
     assert count_macs(small, some) == limit
-    assert (run(small, some) - run(net, some)).abs().max() < 1e-4
+    assert (some.run(small) - some.run(net)).abs().max() < 1e-4
 
 
 @settings(max_examples=15, deadline=None)
@@ -68,7 +67,7 @@ def test_the_cost_keeps_to_the_limit(share, hidden, seed):
     blocks = random_blocks(net, ["0", "2"], some, limit, seed)
     assert count_macs(factors, some) <= limit
     assert count_macs(blocks, some) <= 1.03 * limit
-    assert run(factors, some).shape == run(blocks, some).shape == (2, 4)
+    assert some.run(factors).shape == some.run(blocks).shape == (2, 4)
 
 
 def count(layer):

@@ -16,8 +16,9 @@ from crystallite.compression.session import Session
 from crystallite.data.calibration import Calibration
 from crystallite.models.layers import find_units
 from crystallite.operators.linear import BlockLinear
+from crystallite.statistics.moments import Moments
 from crystallite.statistics.observer import ForwardPlan
-from crystallite.statistics.regression import Moments, Regression
+from crystallite.statistics.regression import Regression
 from tests.helpers.compressible import relative_error
 from tests.helpers.tolerance import assert_close
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.sparse.csgraph import connected_components
 
-from crystallite.discovery.coclustering import agreement, assign, cocluster, spectrum
+from crystallite.partitioning.coclustering import agreement, assign, cocluster, spectrum
 
 
 @given(st.integers(1, 6), st.integers(0, 2**32 - 1))

@@ -11,7 +11,7 @@ from torch import nn
 
 from crystallite.core.errors import InvalidMatrix, InvalidOption
 from crystallite.discovery import discover
-from crystallite.discovery.coclustering import agreement
+from crystallite.partitioning.coclustering import agreement
 from tests.helpers.tasks import block_network, draw, mlp, steps, trained
 
 

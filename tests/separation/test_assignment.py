@@ -10,8 +10,8 @@ from torch import nn
 
 import crystallite as cx
 from crystallite.data.batch import Batch
+from crystallite.partitioning.assignment import assign_by_explained_variance, balanced_assignment
 from crystallite.separation import Partition, find_chains, random_partition, upgrade
-from crystallite.separation.assignment import assign_by_explained_variance, balanced_assignment
 
 
 def planted(seed):

@@ -11,11 +11,11 @@ from torch.nn.utils.rnn import pack_sequence
 
 import crystallite as cx
 from crystallite.data.batch import batches
+from crystallite.partitioning.partition import joint_components
+from crystallite.partitioning.weights import parameter
 from crystallite.separation import find_chains, random_partition, upgrade
-from crystallite.separation.partition import joint_components
 from crystallite.separation.refit import refit_
 from crystallite.separation.straight_through import attach_, harden_
-from crystallite.separation.weights import parameter
 from tests.helpers import digits
 from tests.helpers.tolerance import assert_close
 

@@ -9,7 +9,7 @@ import crystallite as cx
 from crystallite.annealing import nulls
 from crystallite.data.batch import batches
 from crystallite.graph.trace import trace
-from crystallite.separation.partition import (
+from crystallite.partitioning.partition import (
     Partition,
     decorrelated_partition,
     find_chains,

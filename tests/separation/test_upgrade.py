@@ -11,8 +11,8 @@ from torch.nn import functional as F
 import crystallite as cx
 from crystallite.annealing import nulls
 from crystallite.data.batch import Batch
+from crystallite.reorganization.blocks import clear_idle_
 from crystallite.separation import find_chains, random_partition, upgrade
-from crystallite.separation.blocks import clear_idle_
 from crystallite.separation.training import ends_of
 from crystallite.structure.levels import chain_labels
 from tests.helpers import digits

@@ -84,7 +84,7 @@ def test_what_is_no_checkpoint_is_refused(tmp_path):
     with pytest.raises(cx.CheckpointError):
         run(tmp_path / "state", epochs=1)
     (step / "state.json").write_text('{"format": "something else"}')
-    with pytest.raises(cx.CheckpointError, match="expected the state of an upgrade"):
+    with pytest.raises(cx.CheckpointError, match="expected the state of a training run"):
         run(tmp_path / "state", epochs=1)
 
 

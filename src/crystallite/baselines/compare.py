@@ -20,11 +20,9 @@ from crystallite.baselines.onnx_runtime import InOnnxRuntime
 from crystallite.baselines.pruning import pruned
 from crystallite.baselines.shapes import decomposed, random_blocks
 from crystallite.baselines.torch_pruning import pruned_by_graph
-from crystallite.compression.groups import first_samples
 from crystallite.core.errors import CrystalliteError, InvalidOption
-from crystallite.data.batch import Batch, batches, run
+from crystallite.data.batch import Batch, batches, evaluating
 from crystallite.data.calibration import Calibration
-from crystallite.data.calls import evaluating
 from crystallite.data.outputs import main_output, tensors
 from crystallite.graph.trace import Untraceable
 from crystallite.validation.comparison import RunningComparison
@@ -120,7 +118,7 @@ def compare(
     models: dict[str, nn.Module] = {"dense": dense, "fitted": small}
     reasons: dict[str, str] = {}
     by_loss = isinstance(measure, Metric) and measure.name == "loss"
-    own_loss = by_loss and "output.loss" in tensors(run(dense, judged[0]))
+    own_loss = by_loss and "output.loss" in tensors(judged[0].run(dense))
     for name in chosen:
         try:
             if own_loss and "ONNX Runtime" in name:
@@ -132,7 +130,7 @@ def compare(
         for other in (beside or {}).values():
             stack.enter_context(evaluating(other))
         models |= beside or {}
-        few = first_samples(judged[0], _SHOWN)
+        few = judged[0].first(_SHOWN)
         macs = {name: _macs(name, models, few) for name in models}
         times = best_times(models, judged[0])
         quality = _qualities(models, judged, measure)
@@ -157,7 +155,7 @@ def makers(
     names = find_layers(dense, targets, ignore)
     if not names:
         raise InvalidOption(f"no linear layer or convolution matches targets {targets} and ignore {ignore}")
-    few = first_samples(batch, _SHOWN)
+    few = batch.first(_SHOWN)
     total, limit = (count_macs(each, few) for each in (dense, small))
     if limit >= total:
         raise InvalidOption(
@@ -217,7 +215,7 @@ def _qualities(models: Mapping[str, nn.Module], judged: Sequence[Batch], measure
         name: RunningComparison() if isinstance(measure, str) else RunningMetric(measure) for name in models
     }
     for batch in judged:
-        outputs = {name: run(model, batch) for name, model in models.items()}
+        outputs = {name: batch.run(model) for name, model in models.items()}
         for name, output in outputs.items():
             if isinstance(measure, str):
                 running[name].add(batch, main_output(outputs["dense"]), main_output(output))
@@ -253,7 +251,7 @@ def _best_in_a_row(model: nn.Module, batch: Batch, clock: Callable[[], float]) -
     best, begun = math.inf, time.perf_counter()
     for _ in range(_IN_A_ROW):
         start = clock()
-        run(model, batch)
+        batch.run(model)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         best = min(best, clock() - start)

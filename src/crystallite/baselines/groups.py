@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from crystallite.baselines.layers import CONVOLUTIONS
 from crystallite.core.errors import CrystalliteError, InvalidOption
-from crystallite.data.batch import Batch, run
+from crystallite.data.batch import Batch
 from crystallite.data.outputs import same_structure, tensors
 from crystallite.graph.trace import Axis, Spaces, trace
-from crystallite.separation.partition import own_neurons
+from crystallite.partitioning.partition import own_neurons
 
 __all__ = ["Group", "find_groups", "without"]
 
@@ -123,7 +123,7 @@ def _labels(axis: Axis, space: int, sizes: list[int]) -> Tensor:
 def _can_go(model: nn.Module, group: Group, batch: Batch) -> bool:
     try:
         half = without(model, [(group, torch.arange((group.size + 1) // 2))])
-        same_structure(tensors(run(model, batch)), tensors(run(half, batch)))
+        same_structure(tensors(batch.run(model)), tensors(batch.run(half)))
     except (CrystalliteError, ValueError):  # a shape that the model's code fixes
         return False
     return True

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from crystallite.core.errors import InvalidOption
-from crystallite.data.batch import Batch, run
+from crystallite.data.batch import Batch
 from crystallite.models.layers import find_units
+from crystallite.statistics.watching import watching
 from crystallite.validation.cost import count_macs
 
 __all__ = ["CONVOLUTIONS", "find_layers", "input_norms", "largest"]
@@ -47,22 +47,14 @@ def find_layers(
 def input_norms(model: nn.Module, names: Sequence[str], batches: Sequence[Batch]) -> dict[str, Tensor]:
     """The root of the sum of squares of each input feature (channel) of the layers that run, over all samples."""
     sums: dict[str, Tensor] = {}
-
-    def hook(name: str) -> Callable[..., None]:
-        def add(module: nn.Module, inputs: tuple[Tensor, ...], output: Any) -> None:
-            x = inputs[0] if isinstance(module, nn.Linear) else inputs[0].movedim(1, -1)
+    for batch in batches:
+        with watching(model, names) as calls:
+            batch.run(model)
+        for name, call in ((name, call) for name, own in calls.items() for call in own):
+            x = call.inputs[0]
+            x = x if isinstance(model.get_submodule(name), nn.Linear) else x.movedim(1, -1)
             squares = x.reshape(-1, x.shape[-1]).double().square().sum(0)
             sums[name] = sums[name] + squares if name in sums else squares
-
-        return add
-
-    handles = [model.get_submodule(name).register_forward_hook(hook(name)) for name in names]
-    try:
-        for batch in batches:
-            run(model, batch)
-    finally:
-        for handle in handles:
-            handle.remove()
     return {name: value.sqrt().float() for name, value in sums.items()}
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as trees
 
-from crystallite.data.batch import Batch, run
+from crystallite.data.batch import Batch
 from crystallite.export.onnx import export
 
 __all__ = ["InOnnxRuntime"]
@@ -28,10 +27,9 @@ class InOnnxRuntime(nn.Module):
     def __init__(self, model: nn.Module, batch: Batch, int8: bool = False) -> None:
         """batch: inputs to trace the model with."""
         super().__init__()
-        data = (dict(batch.named) or batch.positional, None)
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "model.onnx"
-            export(model, path, [data], int8=int8, max_deviation=float("inf"))
+            export(model, path, [(batch.arguments, None)], int8=int8, max_deviation=float("inf"))
             import onnxruntime  # export says it where it is missing
 
             options = onnxruntime.SessionOptions()
@@ -42,7 +40,7 @@ class InOnnxRuntime(nn.Module):
             self.session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
         self.names = [each.name for each in self.session.get_inputs()]
         self.signature = inspect.signature(model.forward)
-        leaves, self.structure = trees.tree_flatten(run(model, replace(batch, target=None)))
+        leaves, self.structure = trees.tree_flatten(batch.without_target().run(model))
         self.leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
     def forward(self, *positional: Any, **named: Any) -> Any:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Collection, Mapping
-from typing import Any
 
 from torch import nn
 
 from crystallite.baselines.layers import largest
 from crystallite.core.errors import InvalidOption
-from crystallite.data.batch import Batch, run
+from crystallite.data.batch import Batch
 from crystallite.data.outputs import same_structure, tensors
 
 __all__ = ["pruned_by_graph"]
@@ -31,7 +30,7 @@ def pruned_by_graph(
         import torch_pruning
     except ImportError:
         raise InvalidOption("needs torch-pruning: pip install torch-pruning") from None
-    example: Any = dict(batch.named) if batch.named else batch.positional
+    example = batch.arguments
     # one head is left at least: a group that would vanish is not touched at all
     least = max((1 / count for count in heads.values()), default=0.0) + 1e-6
 
@@ -57,7 +56,7 @@ def pruned_by_graph(
         warnings.simplefilter("ignore")  # parameters of the user's that it guesses about
         try:
             small = largest(made, batch, limit)
-            same_structure(tensors(run(model, batch)), tensors(run(small, batch)))
+            same_structure(tensors(batch.run(model)), tensors(batch.run(small)))
         except InvalidOption:
             raise
         except Exception as error:  # whatever its tracing raises

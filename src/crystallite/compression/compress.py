@@ -15,7 +15,7 @@ from torch import nn
 
 from crystallite.compression.allocation import LayerCurve, NeuronCurve, Price, allocate, parameters
 from crystallite.compression.assembling import Chooser, assembled, describe_forms, sensitive, size_of, unfit
-from crystallite.compression.groups import NeuronGroup, find_neuron_groups, first_samples
+from crystallite.compression.groups import NeuronGroup, find_neuron_groups
 from crystallite.compression.guarantee import cheapest, check_tolerance, sample_losses, set_aside
 from crystallite.compression.int8_latency import Int8Latency
 from crystallite.compression.joint import fit_jointly
@@ -26,21 +26,21 @@ from crystallite.compression.polish import polish_
 from crystallite.compression.probing import probe
 from crystallite.compression.recurrent import ExpandedLayer, collapse_recurrent, expand_recurrent, inner_units
 from crystallite.compression.sequential import fit_layers_, fitted_operator
-from crystallite.compression.session import Session, output_error
+from crystallite.compression.session import Session
 from crystallite.core.errors import InvalidOption
-from crystallite.data.batch import check_repeatable, equal_up_to_rounding, run
+from crystallite.data.batch import check_repeatable, evaluating
 from crystallite.data.calibration import Calibration
-from crystallite.data.calls import evaluating
-from crystallite.data.outputs import tensors
+from crystallite.data.outputs import equal_up_to_rounding, tensors
 from crystallite.graph.trace import Untraceable
 from crystallite.models.artifact import source_sha256
 from crystallite.models.layers import Unit, change, find_units
 from crystallite.models.record import LayerChange, Reorganization
 from crystallite.models.transformers_folder import write_config
-from crystallite.separation.blocks import in_blocks
+from crystallite.reorganization.blocks import in_blocks
 from crystallite.statistics.checkpoints import Checkpoints
 from crystallite.statistics.layer_io import call_counts, set_layer_
 from crystallite.statistics.observer import ForwardPlan
+from crystallite.statistics.output_error import mean_output_error
 from crystallite.statistics.regression import Regression
 
 __all__ = ["compress"]
@@ -71,9 +71,9 @@ def compress(
     """A copy of the model whose layers are smaller operators that compute nearly the same.
 
     - `budget`: the share of the layers' multiply-adds to keep, between 0 and 1, counted as often as a weight is used: a
-      convolution's at every place. Each linear layer, convolution or recurrent network becomes what does least damage:
-      fewer hidden neurons or channels, two layers of low rank, blocks, or it stays dense; all are ordinary small layers
-      wherever possible. How much of a layer can go is judged by held-out samples.
+      convolution's at every place. Each linear layer, convolution or recurrent network becomes what adds least output
+      error: fewer hidden neurons or channels, two layers of low rank, blocks, or it stays dense; all are ordinary small
+      layers wherever possible. How much of a layer can go is judged by held-out samples.
     - `blocks`: instead of a budget, every linear layer as this many independent blocks.
     - `joint`: with `blocks`, one partition through consecutive layers, so that they split into subnetworks.
     - `tolerance`: instead of a budget, the cheapest one whose risk is at most this with the given `confidence` on data
@@ -91,7 +91,7 @@ def compress(
     - `ridge`: how strongly weights are pulled to the original ones, relative to the mean variance of the inputs.
     - `targets`, `ignore`: a pattern of layer names, or several.
 
-    Damage is measured on everything the model returns: wrap a model of which only a part is used, so that it returns
+    Error is measured on everything the model returns: wrap a model of which only a part is used, so that it returns
     that part alone. `cx.summary` says what each layer became and its held-out error. Other kinds of layers, tied
     weights and layers that run several times in a call are left alone, and the summary says why.
 
@@ -198,12 +198,12 @@ class _Fitting:
         units = {name: replace(unit, reason=unit.reason or unfit(unit, in_blocks)) for name, unit in units.items()}
         if all(unit.reason for unit in units.values()):
             raise InvalidOption(f"no layer that can be fitted matches targets {targets} and ignore {ignore}")
-        check_repeatable(dense, first_samples(data.fitted[0], 8), "the model")
-        example = first_samples(data.fitted[0], 2)
+        check_repeatable(dense, data.fitted[0].first(8), "the model")
+        example = data.fitted[0].first(2)
         names = [name for name, unit in units.items() if not unit.reason]
-        first = ForwardPlan.of(dense, names, example)
-        reasons = dict.fromkeys(first.reused, "left alone: it runs several times in a call")
-        reasons |= dict.fromkeys(first.unused, "left alone: it does not run on the calibration data")
+        plan = ForwardPlan.of(dense, names, example)
+        reasons = dict.fromkeys(plan.reused, "left alone: it runs several times in a call")
+        reasons |= dict.fromkeys(plan.unused, "left alone: it does not run on the calibration data")
         units = {name: replace(unit, reason=unit.reason or reasons.get(name, "")) for name, unit in units.items()}
         usable = {name: unit for name, unit in units.items() if not unit.reason}
         if not usable:
@@ -225,14 +225,14 @@ class _Fitting:
     def hidden(self) -> tuple[list[NeuronGroup], str]:
         """Neurons that may go, and why there are none where the model cannot be followed."""
         try:
-            example = first_samples(self.session.data.fitted[0], 2)
+            example = self.session.data.fitted[0].first(2)
             return find_neuron_groups(copy.deepcopy(self.model).eval(), self.session.units, example), ""
         except Untraceable as error:
             return [], str(error)
 
     @cached_property
     def curves(self) -> tuple[dict[str, LayerCurve], list[NeuronCurve]]:
-        """Damage over size, probed once for all budgets."""
+        """Output error over size, probed once for all budgets."""
         return probe(self.session, self.hidden[0], self.progress)
 
     @cached_property
@@ -306,8 +306,7 @@ class _Fitting:
     def in_blocks(self, blocks: int, joint: bool) -> nn.Module:
         """The model in blocks."""
         session = self.session
-        example = first_samples(session.data.fitted[0], 2)
-        arguments: Any = dict(example.named) if example.named else example.positional
+        arguments = session.data.fitted[0].first(2).arguments
         if joint:
             operators = fit_jointly(session, blocks, arguments, self.progress)
         else:
@@ -345,14 +344,14 @@ class _Fitting:
         """The result with a record of what was done to it and what that costs."""
         session = self.session
         with evaluating(result):
-            held_out = [output_error(run(result, b), run(session.dense, b), b) for b in session.data.held_out]
+            held_out = mean_output_error(result, session.dense, session.data.held_out)
         for name, unit in self.units.items():
             if unit.reason:
                 calls = session.call_counts.get(name) or 1
                 found = change(unit, unit.reason, unit.macs, size_of(unit.module), unit.kept_share, 1)
                 changes[name] = replace(found, macs_before=calls * unit.macs, macs_after=calls * unit.macs)
         options = {"method": "fitted", "ridge": session.ridge, "seed": session.seed, **more}
-        options["held_out_error"] = sum(held_out) / len(held_out)
+        options["held_out_error"] = held_out
         folds = getattr(getattr(result, "reorganization", None), "folds", [])
         result.reorganization = Reorganization([changes[n] for n in self.units], folds, options)  # type: ignore[assignment]
         return result
@@ -381,9 +380,9 @@ def _record(result: nn.Module) -> Reorganization:
 
 def _check_equal(result: nn.Module, student: nn.Module, session: Session) -> None:
     """The smaller model must compute what the one it was cut from does."""
-    batch = first_samples(session.data.held_out[0], 8)
+    batch = session.data.held_out[0].first(8)
     with evaluating(result):
-        found, expected = tensors(run(result, batch)), tensors(run(student, batch))
+        found, expected = tensors(batch.run(result)), tensors(batch.run(student))
     for path, value in expected.items():
         if not equal_up_to_rounding(found[path], value):
             raise InvalidOption(

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from crystallite.data.batch import Batch, equal_up_to_rounding, run
-from crystallite.data.outputs import tensors
+from crystallite.data.batch import Batch
+from crystallite.data.outputs import equal_up_to_rounding, tensors
 from crystallite.graph.trace import Layer, Spaces, trace
-from crystallite.separation.partition import own_neurons
+from crystallite.partitioning.partition import own_neurons
 from crystallite.statistics.layer_io import matrix_of
 
-__all__ = ["NeuronGroup", "find_neuron_groups", "first_samples", "rotate_heads_"]
+__all__ = ["NeuronGroup", "find_neuron_groups", "rotate_heads_"]
 
 # modules that may hold numbers of a neuron: in a batch norm each has its own
 _KINDS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -83,10 +83,10 @@ def _on_their_own(model: nn.Module, hidden: NeuronGroup, batch: Batch) -> bool:
     before = [p.clone() for p in changed]
     try:
         reader.weight.view(len(reader.weight), hidden.size, -1)[:, ::2] = 0
-        once = tensors(run(model, batch))
+        once = tensors(batch.run(model))
         for parameter in changed[1:]:
             parameter[::2] = 0
-        again = tensors(run(model, batch))
+        again = tensors(batch.run(model))
         return all(equal_up_to_rounding(again[path], value) for path, value in once.items())
     finally:
         for parameter, value in zip(changed, before, strict=True):
@@ -122,12 +122,12 @@ def _can_turn(model: nn.Module, hidden: NeuronGroup, batch: Batch) -> bool:
     rng = torch.Generator().manual_seed(0)
     drawn = torch.randn(hidden.heads, *[hidden.size // hidden.heads] * 2, generator=rng, dtype=torch.float64)
     turn = torch.linalg.qr(drawn).Q
-    before = tensors(run(model, batch))
+    before = tensors(batch.run(model))
     layers: list[Any] = [model.get_submodule(name) for name in (*hidden.writers, hidden.reader)]
     kept = [[p.clone() for p in layer.parameters()] for layer in layers]
     try:
         rotate_heads_(model, hidden, turn, turn.mT)
-        after = tensors(run(model, batch))
+        after = tensors(batch.run(model))
         return all(equal_up_to_rounding(after[path], value) for path, value in before.items())
     finally:
         for layer, values in zip(layers, kept, strict=True):
@@ -146,13 +146,3 @@ def rotate_heads_(model: nn.Module, hidden: NeuronGroup, forward: Tensor, back: 
     if writer.bias is not None:
         writer.bias.copy_((forward @ writer.bias.double().view(*forward.shape[:2], 1)).flatten())
     read.copy_(torch.einsum("ohw,hwv->ohv", read.double().unflatten(1, back.shape[:2]), back).flatten(1))
-
-
-def first_samples(batch: Batch, count: int) -> Batch:
-    """The batch cut to a few samples."""
-
-    def cut(value: Any) -> Any:
-        return value[:count] if isinstance(value, Tensor) and value.shape[:1] == (batch.size,) else value
-
-    named = {name: cut(value) for name, value in batch.named.items()}
-    return replace(batch, size=min(count, batch.size), positional=tuple(map(cut, batch.positional)), named=named)

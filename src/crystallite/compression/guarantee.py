@@ -1,6 +1,6 @@
 """The cheapest budget whose deviation from the dense model is bounded, with a confidence that the data support.
 
-Learn-then-Test (Angelopoulos et al., 2021): budgets are tried from dear to cheap, in an order fixed before the
+Learn-then-Test (Angelopoulos et al., 2021): budgets are tried from expensive to cheapest, in an order fixed before the
 data are seen. Each model is fitted on some samples and tested on others; "its risk is above the tolerance" is rejected
 where the Hoeffding–Bentkus p-value is at most 1 − confidence. The first budget that is not rejected ends the search, so
 that the chance of any wrong rejection stays below 1 − confidence however many budgets are tried.
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -19,7 +19,7 @@ from scipy.stats import binom
 from torch import Tensor, nn
 
 from crystallite.core.errors import InvalidOption
-from crystallite.data.batch import Batch, run
+from crystallite.data.batch import Batch
 from crystallite.data.calibration import Calibration
 from crystallite.data.outputs import tensors
 
@@ -177,7 +177,7 @@ def set_aside(data: Calibration, seed: int) -> tuple[Calibration, tuple[Batch, .
             drawn = torch.rand(batch.size, generator=rng) < _SHARE
             for chosen, where in ((~drawn, parts[-1]), (drawn, aside)):
                 if chosen.any():
-                    where.append(_taken(batch, chosen))
+                    where.append(batch.take(chosen))
     if not all([*parts, aside]):
         raise InvalidOption(f"calibration: expected samples to fit on and to set aside, got {_samples(data)} in all")
     return Calibration(tuple(parts[0]), tuple(parts[1]), data.more), tuple(aside)
@@ -185,16 +185,6 @@ def set_aside(data: Calibration, seed: int) -> tuple[Calibration, tuple[Batch, .
 
 def _samples(data: Calibration) -> int:
     return sum(batch.size for batch in data.all)
-
-
-def _taken(batch: Batch, chosen: Tensor) -> Batch:
-    def part(value: Any) -> Any:
-        counts = isinstance(value, Tensor) and value.shape[:1] == (batch.size,)
-        return value[chosen.to(value.device)] if counts else value
-
-    named = {name: part(value) for name, value in batch.named.items()}
-    positional = tuple(part(value) for value in batch.positional)
-    return replace(batch, size=int(chosen.sum()), positional=positional, named=named)
 
 
 def sample_losses(model: nn.Module, dense: nn.Module, data: Sequence[Batch], risk: str) -> np.ndarray:
@@ -205,7 +195,7 @@ def sample_losses(model: nn.Module, dense: nn.Module, data: Sequence[Batch], ris
     """
     found = []
     for batch in data:
-        ours, expected = tensors(run(model, batch)), tensors(run(dense, batch))
+        ours, expected = tensors(batch.run(model)), tensors(batch.run(dense))
         rows = [
             _loss(ours[path], value, batch, risk)
             for path, value in expected.items()

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from crystallite.compression.groups import NeuronGroup, rotate_heads_
 from crystallite.compression.session import Session
-from crystallite.statistics.regression import Moments
+from crystallite.statistics.moments import Moments
 
 __all__ = ["order_head_numbers_"]
 
@@ -28,15 +28,15 @@ def order_head_numbers_(session: Session, groups: Sequence[NeuronGroup]) -> None
         here = [name for layer_group in layer_groups for name in layer_group if name in readers]
         moments = {name: Moments(name) for name in here}
         following = []
-        for number, (seen, returned) in enumerate(session.seen(session.dense, segment, carry, here)):
-            following.append(returned)
+        for number, (seen, carried) in enumerate(session.seen(session.dense, segment, carry, here)):
+            following.append(carried)
             for name, one in seen.items():
                 if number < len(session.data.fitted):
                     moments[name].add(one.inputs, one.inputs[:, :0])
         for name in here:
-            covariance = moments[name].around(*moments[name].means)[0] / moments[name].samples
-            turns = _worth_first(session.units[name].matrix, covariance, readers[name].heads)
-            rotate_heads_(session.dense, readers[name], *turns)
+            covariance = moments[name].covariances[0]
+            rotations = _worth_first(session.units[name].matrix, covariance, readers[name].heads)
+            rotate_heads_(session.dense, readers[name], *rotations)
         carry = following
 
 

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from crystallite.compression.recurrent import step_by_step
 from crystallite.compression.session import Session
 from crystallite.data.batch import Batch
-from crystallite.data.calibration import real_rows
 from crystallite.data.outputs import tensors
-from crystallite.data.running import device_of, returned
+from crystallite.data.positions import real_rows
 from crystallite.operators.conv import Convolution
 from crystallite.statistics.layer_io import matrix_of
 
@@ -25,7 +24,7 @@ _LEAST = 1e-2  # what any direction is taken to matter, as a share of the mean
 
 
 def influence(session: Session) -> dict[str, Tensor]:
-    """For each layer a matrix L (outputs, outputs): an error e of what it writes does damage in proportion to ‖Lᵀe‖².
+    """For each layer a matrix L (outputs, outputs): an error e of what it writes adds ‖Lᵀe‖² to the output error.
 
     LLᵀ is the mean of ggᵀ over rows, where g is the gradient of a sum of the model's outputs with random signs: on
     average over the signs, gᵀe is what e adds to the outputs, to first order. Layers that no gradient reaches are left
@@ -71,15 +70,15 @@ def _gradients(model: nn.Module, names: Sequence[str], batch: Batch, rng: torch.
             stack.callback(model.get_submodule(name).register_forward_hook(keep(name)).remove)
         stack.enter_context(step_by_step(model))
         stack.enter_context(torch.enable_grad())
-        found = tensors(returned(model, batch))
-        total = torch.zeros((), device=device_of(model))
+        found = tensors(batch.run(model, gradients=True))
+        total: Any = 0.0
         for value in found.values():
             if value.requires_grad and value.is_floating_point() and value.ndim:
                 rows = value.reshape(-1, value.shape[-1])[real_rows(batch, value.shape[:-1], value.numel(), 0)]
                 signs = torch.randint(2, rows.shape, generator=rng).to(rows) * 2 - 1
                 total = total + (rows * signs).sum() / rows.detach().std().clamp_min(torch.finfo(rows.dtype).tiny)
         asked = [(name, one) for name, some in written.items() for one in some]
-        if not asked or not total.requires_grad:
+        if not asked or not isinstance(total, Tensor):
             return {}
         gradients = torch.autograd.grad(total, [one for _, one in asked], allow_unused=True)
     result: dict[str, list[Tensor]] = {}

@@ -11,13 +11,14 @@ from torch import Tensor
 
 from crystallite.compression.operator_specs import FittedOperator, OperatorSpec
 from crystallite.compression.sequential import fit_layers_, fitted_operator
-from crystallite.compression.session import Session, output_error
+from crystallite.compression.session import Session
 from crystallite.core.errors import InvalidOption
-from crystallite.data.batch import run
-from crystallite.data.calibration import real_rows
-from crystallite.separation.partition import Partition, decorrelated_partition, find_chains, random_partition
-from crystallite.statistics.observer import observe
+from crystallite.data.positions import real_rows
+from crystallite.partitioning.partition import Partition, decorrelated_partition, find_chains, random_partition
+from crystallite.statistics.layer_io import read_rows
+from crystallite.statistics.output_error import mean_output_error
 from crystallite.statistics.regression import Regression
+from crystallite.statistics.watching import watching
 
 __all__ = ["fit_jointly"]
 
@@ -25,7 +26,7 @@ _DRAWS = 2  # partitions of each kind that are tried
 
 
 def fit_jointly(session: Session, blocks: int, example: Any, progress: bool) -> dict[str, FittedOperator]:
-    """The forms of all layers, in blocks those that are joined; of a few partitions that with least held-out damage."""
+    """The operators of all layers, blocks where they are joined; of a few partitions that with least output error."""
     chains = [
         chain
         for chain in find_chains(session.dense, list(session.units), (), example)
@@ -42,9 +43,9 @@ def fit_jointly(session: Session, blocks: int, example: Any, progress: bool) -> 
         ):
             student = copy.deepcopy(session.dense)
             operators = fit_layers_(session, student, _Chooser(session, partition), progress)
-            lost = sum(output_error(run(student, b), run(session.dense, b), b) for b in session.data.held_out)
-            if best is None or lost < best[0]:
-                best = lost, operators
+            error = mean_output_error(student, session.dense, session.data.held_out)
+            if best is None or error < best[0]:
+                best = error, operators
     assert best is not None
     return best[1]
 
@@ -66,11 +67,8 @@ class _Chooser:
 
 def _first_inputs(session: Session, names: list[str]) -> dict[str, Tensor]:
     """What some layers read on the first batch."""
-    found: dict[str, Tensor] = {}
-    batch, carry = session.data.all[0], None
+    batch = session.data.all[0]
     rows = partial(real_rows, batch, most=batch.size, seed=session.seed)
-    for segment, layer_groups in enumerate(session.plan.segments):
-        here = [name for layer_group in layer_groups for name in layer_group if name in names]
-        seen, carry = observe(session.dense, batch, session.plan, segment, carry, here, rows)
-        found |= {name: one.inputs for name, one in seen.items()}
-    return found
+    with watching(session.dense, names) as calls:
+        batch.run(session.dense)
+    return {name: read_rows(session.dense.get_submodule(name), own[0].inputs[0], rows) for name, own in calls.items()}

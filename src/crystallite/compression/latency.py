@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,9 +13,9 @@ from torch import Tensor
 from crystallite.compression.groups import NeuronGroup
 from crystallite.compression.operator_specs import FittedOperator, OperatorSpec
 from crystallite.compression.session import Session
-from crystallite.data.batch import run
 from crystallite.operators.conv import Convolution
 from crystallite.statistics.layer_io import matrix_of
+from crystallite.statistics.watching import watching
 
 __all__ = ["Latency"]
 
@@ -35,17 +34,9 @@ class Latency:
         """groups: hidden neurons; layers around attention heads keep their sizes outwards."""
         self.session, self.known = session, dict[Any, float]()
         self.embedded = {name for group in groups if group.heads for name in (*group.writers, group.reader)}
-        self.read: dict[str, Tensor] = {}
-        with ExitStack() as hooks:
-            for name, unit in session.units.items():
-                hooks.callback(unit.module.register_forward_pre_hook(self._keep(name)).remove)
-            run(session.dense, session.data.fitted[0])
-
-    def _keep(self, name: str) -> Callable[..., None]:
-        def hook(module: Any, inputs: tuple[Any, ...]) -> None:
-            self.read[name] = inputs[0].detach()
-
-        return hook
+        with watching(session.dense, session.units) as calls:
+            session.data.fitted[0].run(session.dense)
+        self.read: dict[str, Tensor] = {name: own[-1].inputs[0] for name, own in calls.items()}
 
     def __call__(self, name: str, spec: OperatorSpec, outputs: int, inputs: int) -> float:
         """Seconds of a layer that has become this shape and has so many outputs and inputs left."""

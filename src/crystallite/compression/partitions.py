@@ -9,8 +9,8 @@ import torch
 from scipy.cluster.hierarchy import leaves_list, linkage
 
 from crystallite.compression.operator_specs import Blocks, block_weights
-from crystallite.discovery.coclustering import cocluster
-from crystallite.separation.assignment import balanced_assignment, explained_variance
+from crystallite.partitioning.assignment import balanced_assignment, explained_variance
+from crystallite.partitioning.coclustering import cocluster
 from crystallite.statistics.regression import Regression
 
 __all__ = ["best_cells", "triangular_cells"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -12,25 +11,20 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from crystallite.compression.groups import first_samples
-from crystallite.compression.session import output_error
 from crystallite.core.errors import InvalidOption
-from crystallite.data.batch import Batch, run
-from crystallite.data.calibration import Calibration, real_rows
-from crystallite.data.calls import evaluating
-from crystallite.data.outputs import tensors
-from crystallite.data.running import returned
-from crystallite.separation.training import share_of_rate
-from crystallite.statistics.checkpoints import Checkpoints, State
+from crystallite.data.batch import evaluating
+from crystallite.data.calibration import Calibration
+from crystallite.statistics.checkpoints import Checkpoints
+from crystallite.statistics.output_error import mean_output_error, output_error
+from crystallite.statistics.trainer import Trainer
 
 __all__ = ["Polish", "polish_"]
 
 _BATCH = 32  # samples of a step
 _RATE = 1e-3  # at the top of the schedule, where weights read up to 160 inputs; lower in proportion to more
 _INPUTS = 160
-_LOOKS = 10  # how often the held-out error is looked at
-_PATIENCE = 7  # looks without a better one after which training ends: a high rate does harm before it helps
-_SECONDS = 30.0  # between two checkpoints
+_EVALUATIONS = 10  # of the held-out error
+_PATIENCE = 7  # evaluations without a better one after which training ends: a high rate does harm before it helps
 
 
 @dataclass(frozen=True)
@@ -66,29 +60,24 @@ def polish_(
     depend on the seed and its number only: a run that was interrupted goes on from its checkpoint to the result it
     would have had.
     """
-    with evaluating(model), _trained(model, layers) as parameters:
-        work, rate = _Run(model, dense, parameters, data), _rate(parameters)
-        saved = None if checkpoints is None else checkpoints.latest()
-        if saved is not None:
-            work.load(saved)
-        elif not work.history:
+    with torch.random.fork_rng(devices=[]), evaluating(model), _trained(model, layers) as parameters:
+        work = _Polishing(model, dense, parameters, data, steps, seed, checkpoints)
+        trainer, every = work.trainer, max(1, steps // _EVALUATIONS)
+        if not work.history:
             work.evaluate()
-        written, every = time.monotonic(), max(1, steps // _LOOKS)
-        for step in tqdm(range(work.step, steps), "polishing", initial=work.step, total=steps, disable=not progress):
+        for _ in tqdm(range(trainer.step, steps), "polishing", initial=trainer.step, total=steps, disable=not progress):
             if work.idle >= _PATIENCE:
                 break
-            work.take_step(rate * share_of_rate((step + 0.5) / steps), seed)
-            looked = work.step % every == 0 or work.step == steps
-            if looked:
+            work.take_step()
+            evaluated = trainer.step % every == 0 or trainer.step == steps
+            if evaluated:
                 work.evaluate()
-            if checkpoints is not None and (looked or time.monotonic() - written > _SECONDS):
-                checkpoints.write(work.step, work.state())
-                written = time.monotonic()
+            trainer.save(now=evaluated)
         with torch.no_grad():
-            for parameter, value in zip(parameters.values(), work.best, strict=True):
-                parameter.copy_(value)
+            for name, parameter in parameters.items():
+                parameter.copy_(work.best[name])
     errors = [error for _, error in work.history]
-    return Polish(work.step, errors[0], min(errors), tuple(work.history))
+    return Polish(trainer.step, errors[0], min(errors), tuple((step, error) for step, error in work.history))
 
 
 @contextmanager
@@ -113,63 +102,49 @@ def _trained(model: nn.Module, layers: Collection[str]) -> Iterator[dict[str, nn
             parameter.grad = None
 
 
-class _Run:
-    """The model while it is trained: all that changes is in `state`."""
+class _Polishing:
+    """The model while it is trained, and the best state so far."""
 
     def __init__(
-        self, model: nn.Module, dense: nn.Module, parameters: dict[str, nn.Parameter], data: Calibration
-    ) -> None:
-        self.model, self.dense, self.parameters = model, dense, parameters
+        self, model: nn.Module, dense: nn.Module, parameters: Mapping[str, nn.Parameter], data: Calibration,
+        steps: int, seed: int, checkpoints: Checkpoints | None,
+    ) -> None:  # fmt: skip
+        self.model, self.dense, self.parameters, self.seed = model, dense, parameters, seed
         self.batches, self.held_out = data.fitted + data.more, data.held_out
-        self.optimizer = torch.optim.Adam(parameters.values(), _RATE)
-        self.step, self.idle = 0, 0  # steps taken; looks since the best one
-        self.history: list[tuple[int, float]] = []
-        self.best = [p.detach().clone() for p in parameters.values()]
+        self.best = {name: p.detach().clone() for name, p in parameters.items()}
+        values = {f"model.{name}": p for name, p in parameters.items()}
+        values |= {f"best.{name}": value for name, value in self.best.items()}
+        self.trainer = Trainer(
+            list(parameters.values()), values, {"history": []}, _rate(parameters), steps, checkpoints
+        )
 
-    def take_step(self, rate: float, seed: int) -> None:
-        rng = torch.Generator().manual_seed(seed * 1_000_003 + self.step)
+    @property
+    def history(self) -> list[tuple[int, float]]:
+        """Step and held-out error of each evaluation."""
+        found: list[tuple[int, float]] = self.trainer.record["history"]
+        return found
+
+    @property
+    def idle(self) -> int:
+        """Evaluations since the best one."""
+        errors = [error for _, error in self.history]
+        return len(errors) - 1 - errors.index(min(errors))
+
+    def take_step(self) -> None:
+        rng = torch.Generator().manual_seed(self.seed * 1_000_003 + self.trainer.step)
         sizes = torch.tensor([float(batch.size) for batch in self.batches])
         batch = self.batches[int(torch.multinomial(sizes, 1, generator=rng))]
         start = int(torch.randint(max(batch.size - _BATCH, 0) + 1, (1,), generator=rng))
-        some = _window(batch, start)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        self.optimizer.zero_grad()
-        _error(self.model, self.dense, some).backward()
-        self.optimizer.step()
-        self.step += 1
+        some = batch.slice(start, start + _BATCH)
+        self.trainer.descend(output_error(some.run(self.model, gradients=True), some.run(self.dense), some))
 
+    @torch.no_grad()
     def evaluate(self) -> None:
         """Compare the state with the best one so far."""
-        errors = [output_error(run(self.model, batch), run(self.dense, batch), batch) for batch in self.held_out]
-        error = sum(errors) / len(errors)
-        better = not self.history or error < min(e for _, e in self.history)
-        self.history.append((self.step, error))
-        self.idle = 0 if better else self.idle + 1
-        if better:
-            self.best = [p.detach().clone() for p in self.parameters.values()]
-
-    def state(self) -> State:
-        tensors: dict[str, Tensor] = {f"model.{name}": value for name, value in self.parameters.items()}
-        tensors |= {f"best.{name}": value for name, value in zip(self.parameters, self.best, strict=True)}
-        for i, moments in self.optimizer.state_dict()["state"].items():
-            tensors |= {f"optimizer.{i}.{name}": value for name, value in moments.items()}
-        return State(tensors, {"step": self.step, "idle": self.idle, "history": [list(each) for each in self.history]})
-
-    def load(self, state: State) -> None:
-        self.step, self.idle = int(state.record["step"]), int(state.record["idle"])
-        self.history = [(int(step), float(error)) for step, error in state.record["history"]]
-        moments: dict[int, dict[str, Tensor]] = {}
-        for name, tensor in state.tensors.items():
-            if name.startswith("optimizer."):
-                _, number, key = name.split(".")
-                moments.setdefault(int(number), {})[key] = tensor
-        groups = self.optimizer.state_dict()["param_groups"]
-        self.optimizer.load_state_dict({"state": moments, "param_groups": groups})
-        with torch.no_grad():
-            for place, (name, parameter) in enumerate(self.parameters.items()):
-                parameter.copy_(state.tensors[f"model.{name}"])
-                self.best[place].copy_(state.tensors[f"best.{name}"])
+        self.history.append((self.trainer.step, mean_output_error(self.model, self.dense, self.held_out)))
+        if self.idle == 0:
+            for name, value in self.best.items():
+                value.copy_(self.parameters[name])
 
 
 def _rate(parameters: Mapping[str, Tensor]) -> float:
@@ -185,27 +160,3 @@ def _rate(parameters: Mapping[str, Tensor]) -> float:
     weights = sum(p.numel() for p in matrices.values())
     mean = sum(p.numel() * inputs[name] for name, p in matrices.items()) / max(weights, 1)
     return _RATE * min(1.0, _INPUTS / max(mean, 1.0))
-
-
-def _window(batch: Batch, start: int) -> Batch:
-    """Consecutive samples of a batch."""
-
-    def cut(value: Any) -> Any:
-        return value[start:] if isinstance(value, Tensor) and value.shape[:1] == (batch.size,) else value
-
-    named = {name: cut(value) for name, value in batch.named.items()}
-    rest = Batch(batch.first + start, batch.size - start, tuple(map(cut, batch.positional)), named)
-    return first_samples(rest, _BATCH)
-
-
-def _error(model: nn.Module, dense: nn.Module, batch: Batch) -> Tensor:
-    """What `damage` measures, with gradients."""
-    expected, found = tensors(run(dense, batch)), tensors(returned(model, batch))
-    shares = []
-    for path, value in expected.items():
-        if value.is_floating_point():
-            rows = real_rows(batch, value.shape[:-1], value.numel(), 0).to(value.device)
-            a, b = (v.reshape(-1, v.shape[-1] if v.ndim else 1)[rows] for v in (found[path], value))
-            variance = ((b - b.mean(0)) ** 2).sum() if len(b) > 1 else (b**2).sum()
-            shares.append(((a - b) ** 2).sum() / variance.clamp_min(torch.finfo(b.dtype).tiny))
-    return torch.stack(shares).mean()

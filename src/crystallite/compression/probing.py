@@ -1,11 +1,10 @@
-"""How much of a layer can go, and how much the model's outputs would suffer: curves of damage over size."""
+"""How much of a layer can go, and how much the model's outputs would suffer: curves of output error over size."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -21,22 +20,22 @@ from crystallite.compression.operator_specs import Blocks, OperatorSpec, approxi
 from crystallite.compression.partitions import triangular_cells
 from crystallite.compression.pruning import eliminate
 from crystallite.compression.recurrent import reads_own_states
-from crystallite.compression.session import LayerGroupMoments, Session, output_error
-from crystallite.data.batch import run
+from crystallite.compression.session import LayerGroupMoments, Session
 from crystallite.operators.conv import Convolution
 from crystallite.statistics.layer_io import matrix_of, set_layer_
-from crystallite.statistics.observer import outputs_of
+from crystallite.statistics.observer import Carry, outputs_of
+from crystallite.statistics.output_error import output_error
 from crystallite.statistics.regression import Regression
 
 __all__ = ["probe"]
 
 _STEPS = 16  # sizes of each family
 _RANKS_ONLY = 64  # of a layer that has no other family
-_SAMPLES = 64  # held-out samples on which the damage at the outputs is measured
+_SAMPLES = 64  # held-out samples on which the output error is measured
 _PROBED = 0.05  # error of the layer at which it is measured
 _BLOCKS = (2, 4, 8)
 _BORDERS = (0.125, 0.5)  # multiply-adds of hubs, as shares of the blocks'
-_PROMISING = 1.5  # blocks with more than this times the error of a low rank as dear are not looked at further
+_PROMISING = 1.5  # blocks with more than this times the error of a low rank at the same cost are not looked at further
 
 Factors = tuple[Tensor, Tensor]  # (outputs, ranks) and (ranks, inputs), best first
 
@@ -44,11 +43,11 @@ Factors = tuple[Tensor, Tensor]  # (outputs, ranks) and (ranks, inputs), best fi
 def probe(
     session: Session, hidden: Sequence[NeuronGroup], progress: bool
 ) -> tuple[dict[str, LayerCurve], list[NeuronCurve]]:
-    """Curves for every layer and every group of hidden neurons; attention heads of the dense model are turned before.
+    """Curves for every layer and every group of hidden neurons; attention heads of the dense model are rotated before.
 
     A layer's own error at each size is known in closed form; what an error of it does to the model's outputs is
-    measured once, on held-out samples. Their product is the expected damage. Cost: one run of the model over the data,
-    and for each layer a run from it to the end on 64 samples.
+    measured once, on held-out samples. Their product is the expected output error. Cost: one run of the model over
+    the data, and for each layer a run from it to the end on 64 samples.
     """
     order_head_numbers_(session, hidden)
     session.output_factors.update(influence(session))
@@ -61,8 +60,8 @@ def probe(
         moments = [LayerGroupMoments(session, layer_group) for layer_group in layer_groups]
         names = [name for layer_group in layer_groups for name in layer_group]
         following = []
-        for number, (seen, returned) in enumerate(session.seen(session.dense, segment, carry, names)):
-            following.append(returned)
+        for number, (seen, carried) in enumerate(session.seen(session.dense, segment, carry, names)):
+            following.append(carried)
             for layer_group in moments:
                 layer_group.add(number, seen)
         while moments:
@@ -113,8 +112,8 @@ def _layer_options(
         return error
 
     def promising(spec: OperatorSpec) -> bool:
-        as_dear = max(1, int(spec.macs(outputs, inputs, (outputs, inputs)) / (outputs + inputs)))
-        return add(spec) < _PROMISING * errors[as_dear - 1]
+        same_cost = max(1, int(spec.macs(outputs, inputs, (outputs, inputs)) / (outputs + inputs)))
+        return add(spec) < _PROMISING * errors[same_cost - 1]
 
     if of_states:
         for groups in _BLOCKS:
@@ -131,9 +130,9 @@ def _layer_options(
         if min(outputs, inputs) < 8 * blocks:
             break
         cells, alone = _any_cells(outputs, inputs, blocks, seed), outputs * inputs / blocks
-        dear = [alone * (1 + border) for border in _BORDERS]
-        joined = promising(replace(with_hubs(regression, cells, dear[-1], rounds=1), provisional=True))
-        for macs in dear if joined else ():
+        costs = [alone * (1 + border) for border in _BORDERS]
+        joined = promising(replace(with_hubs(regression, cells, costs[-1], rounds=1), provisional=True))
+        for macs in costs if joined else ():
             add(replace(with_hubs(regression, cells, macs), provisional=True))
         if promising(OperatorSpec(0, cells, provisional=True)):
             add(OperatorSpec(max(1, int(even / blocks) // 2), cells, provisional=True))
@@ -166,7 +165,7 @@ class _Probe:
             if samples < _SAMPLES:
                 self.numbers.append(number)
                 samples += batch.size
-        self.expected = {number: run(session.dense, session.data.all[number]) for number in self.numbers}
+        self.expected = {number: session.data.all[number].run(session.dense) for number in self.numbers}
 
     def sensitivity(
         self,
@@ -175,9 +174,9 @@ class _Probe:
         factors: Factors,
         options: Sequence[tuple[OperatorSpec, float]],
         segment: int,
-        carry: Sequence[Any],
+        carry: Sequence[Carry],
     ) -> float:
-        """Damage at the outputs for each unit of error of the layer."""
+        """Output error for each unit of error of the layer."""
         usable = [
             (spec, error) for spec, error in options if not spec.blocks and error > torch.finfo(torch.float32).eps
         ]
@@ -189,14 +188,10 @@ class _Probe:
         before = {key: value.detach().clone() for key, value in module.named_parameters()}
         set_layer_(module, regression.unwhiten(weight), regression.unwhiten(regression.bias(weight)))
         batches = self.session.data.all
-        found = [
-            output_error(
-                outputs_of(self.session.dense, batches[n], self.session.plan, segment, carry[n]),
-                self.expected[n],
-                batches[n],
-            )
-            for n in self.numbers
-        ]
+        found = []
+        for n in self.numbers:
+            outputs = outputs_of(self.session.dense, batches[n], self.session.plan, segment, carry[n])
+            found.append(float(output_error(outputs, self.expected[n], batches[n])))
         with torch.no_grad():
             for key, value in module.named_parameters():
                 value.copy_(before[key])

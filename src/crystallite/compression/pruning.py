@@ -21,7 +21,7 @@ def eliminate(regression: Regression, sizes: Sequence[int], width: int = 1) -> d
     Backward elimination: those groups go whose removal costs least after all others have been fitted again,
     tr W_g [M⁻¹]_gg⁻¹ W_gᵀ with M the metric. O(inputs³).
 
-    >>> from crystallite.statistics.regression import Moments
+    >>> from crystallite.statistics.moments import Moments
     >>> x = torch.randn(99, 3); x[:, 2] = x[:, 0]  # what the third says is known already
     >>> both = Moments("a"); both.add(x, x.sum(1, keepdim=True))
     >>> kept, weight = eliminate(Regression.solve(both, both, torch.ones(1, 3), True, 0.01), [2])[2]

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor, nn
 from tqdm import tqdm
 
 from crystallite.compression.operator_specs import FittedOperator, OperatorSpec, approximate
 from crystallite.compression.recurrent import reads_own_states
-from crystallite.compression.session import LayerGroupMoments, Session, output_error
-from crystallite.data.batch import run
+from crystallite.compression.session import LayerGroupMoments, Session
 from crystallite.statistics.layer_io import set_layer_
-from crystallite.statistics.observer import Seen, outputs_of
+from crystallite.statistics.observer import Carry, Seen, outputs_of
+from crystallite.statistics.output_error import output_error
 from crystallite.statistics.regression import Regression
 
 __all__ = ["fit_layers_", "fitted_operator"]
@@ -25,23 +24,23 @@ _ROUNDS = 3  # at most, in which a recurrent layer is fitted to its own states a
 def fit_layers_(
     session: Session, model: nn.Module, choose: Callable[[str, Regression, int], FittedOperator], progress: bool
 ) -> dict[str, FittedOperator]:
-    """Give every layer of a copy of the dense model the weight that is chosen for it, in place, and return the forms.
+    """Give every layer of a copy of the dense model the operator that is chosen for it, in place; returns them.
 
-    choose: the form of a layer, from its name, its regression and the number of samples. A layer is fitted to what the
-    dense model writes, from what the layers before it leave; where its output is added to a residual stream, it also
-    makes good for what that stream has lost. Layers keep their size: what they do not use is zero.
+    choose: the operator of a layer, from its name, its regression and the number of samples. A layer is fitted to what
+    the dense model writes, from what the layers before it leave; where its output is added to a residual stream, it
+    also makes good for what that stream has lost. Layers keep their size: what they do not use is zero.
 
-    Cost: two runs of the model, and for each stage a run of the copy's stretch up to it. Memory: what the
-    layers of one stretch write on the rows fitted on, and one value handed on for each batch, twice.
+    Cost: two runs of the model, and for each group of layers a run of the copy's segment up to it. Memory: what the
+    layers of one segment write on the rows fitted on, and the carry of each batch, twice.
     """
     operators: dict[str, FittedOperator] = {}
     carry, dense_carry = session.start(), session.start()
     for segment, layer_groups in enumerate(tqdm(session.plan.segments, "fitting", disable=not progress)):
         names = [name for layer_group in layer_groups for name in layer_group]
         targets, dense_next = [], []
-        for seen, returned in session.seen(session.dense, segment, dense_carry, names):
+        for seen, following in session.seen(session.dense, segment, dense_carry, names):
             targets.append({name: (one.outputs, one.residual) for name, one in seen.items()})
-            dense_next.append(returned)
+            dense_next.append(following)
         here = _Segment(session, model, segment, carry, targets, choose)
         for i, layer_group in enumerate(layer_groups):
             operators |= here.fit_(layer_group, layer_groups[i + 1][0] if i + 1 < len(layer_groups) else None)
@@ -54,17 +53,17 @@ def fit_layers_(
 
 @dataclass(frozen=True)
 class _Segment:
-    """A stretch of a copy of the dense model while its layers are fitted."""
+    """A segment of a copy of the dense model while its layers are fitted."""
 
     session: Session
     model: nn.Module
     number: int
-    carry: list[Any]  # to the copy, for each batch
+    carry: list[Carry]  # of the copy, for each batch
     targets: list[dict[str, tuple[Tensor, Tensor | None]]]  # what the dense layers write, and what is added to it
     choose: Callable[[str, Regression, int], FittedOperator]
 
     def fit_(self, layer_group: Sequence[str], following: str | None) -> dict[str, FittedOperator]:
-        """Give layers that read the same tensor their forms, in place; following: the layer after them."""
+        """Give layers that read the same tensor their operators, in place; following: the layer after them."""
         session, moments, operators = self.session, LayerGroupMoments(self.session, layer_group), {}
         adds = [
             name for name in layer_group if self.targets[0][name][1] is not None
@@ -94,7 +93,7 @@ class _Segment:
         session, found = self.session, []
         for number, batch in enumerate(session.data.held_out, len(session.data.fitted)):
             outputs = outputs_of(self.model, batch, session.plan, self.number, self.carry[number])
-            found.append(output_error(outputs, run(session.dense, batch), batch))
+            found.append(float(output_error(outputs, batch.run(session.dense), batch)))
         return sum(found) / len(found)
 
 
@@ -105,7 +104,7 @@ def _target(outputs: Tensor, residual: Tensor | None, found: Seen | None) -> Ten
 
 
 def fitted_operator(regression: Regression, spec: OperatorSpec) -> FittedOperator:
-    """The best form of a shape."""
+    """The best operator of a spec."""
     if spec.blocks:
         weight, up, down = approximate(regression.own, regression.metric, spec)
         whitened = regression.whiten(weight)

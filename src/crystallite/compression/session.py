@@ -7,21 +7,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from crystallite.core.errors import InvalidOption
-from crystallite.data.batch import Batch
-from crystallite.data.calibration import Calibration, real_rows
-from crystallite.data.outputs import tensors
+from crystallite.data.calibration import Calibration
+from crystallite.data.positions import real_rows
 from crystallite.models.layers import Unit
 from crystallite.statistics.layer_io import matrix_of
-from crystallite.statistics.observer import ForwardPlan, Seen, observe
-from crystallite.statistics.regression import Moments, Regression
+from crystallite.statistics.moments import Moments
+from crystallite.statistics.observer import Carry, ForwardPlan, Seen, observe
+from crystallite.statistics.regression import Regression
 
-__all__ = ["LayerGroupMoments", "Session", "output_error"]
+__all__ = ["LayerGroupMoments", "Session"]
 
 _ROWS = 16_384  # that are fitted on, or ten times the inputs of the widest layer
 
@@ -44,20 +43,20 @@ class Session:
     def wanted(self) -> int:
         return max(_ROWS, 10 * max(matrix_of(unit.module).shape[1] for unit in self.units.values()))
 
-    def start(self) -> list[Any]:
-        """What is handed to the first stretch, for each batch: nothing."""
-        return [None] * len(self.data.all)
+    def start(self) -> list[Carry]:
+        """The carry of the first segment, for each batch: nothing."""
+        return [()] * len(self.data.all)
 
-    def advance(self, model: nn.Module, segment: int, carry: list[Any]) -> list[Any]:
-        """What a stretch hands to the next one, for each batch."""
+    def advance(self, model: nn.Module, segment: int, carry: list[Carry]) -> list[Carry]:
+        """The carry of the next segment, for each batch."""
         if segment == len(self.plan.boundaries):
             return carry
-        return [returned for _, returned in self.seen(model, segment, carry, ())]
+        return [following for _, following in self.seen(model, segment, carry, ())]
 
     def seen(
-        self, model: nn.Module, segment: int, carry: list[Any], names: Sequence[str], until: str | None = None
-    ) -> Iterator[tuple[dict[str, Seen], Any]]:
-        """What layers of a stretch see, batch by batch, and what it hands to the next one unless it ends before."""
+        self, model: nn.Module, segment: int, carry: list[Carry], names: Sequence[str], until: str | None = None
+    ) -> Iterator[tuple[dict[str, Seen], Carry]]:
+        """What layers of a segment see, batch by batch, and the carry of the next one unless the run ends before."""
         samples = sum(batch.size for batch in self.data.fitted)
         for batch, value in zip(self.data.all, carry, strict=True):
             rows = partial(real_rows, batch, most=math.ceil(self.wanted * batch.size / samples), seed=self.seed)
@@ -76,9 +75,6 @@ class Session:
         else:
             found = Regression.solve(fitted, held_out, own, bias is not None, self.ridge)
         return replace(found, output_factor=output_factor)
-        return replace(
-            Regression.solve(fitted, held_out, own, bias is not None, self.ridge), output_factor=output_factor
-        )
 
     def check_samples(self, name: str, inputs: int, samples: int) -> None:
         """Refuse to fit more numbers than there are samples for."""
@@ -105,9 +101,9 @@ class LayerGroupMoments:
         if targets is None:
             part.add(x, x[:, :0])
         else:
-            part.add(x, torch.cat([self._turned(name, targets[name]) for name in self.names], 1))
+            part.add(x, torch.cat([self._whitened(name, targets[name]) for name in self.names], 1))
 
-    def _turned(self, name: str, outputs: Tensor) -> Tensor:
+    def _whitened(self, name: str, outputs: Tensor) -> Tensor:
         output_factor = self.session.output_factors.get(name)
         return outputs if output_factor is None else outputs @ output_factor.to(outputs)
 
@@ -119,20 +115,3 @@ class LayerGroupMoments:
             own = [moments.part(name, slice(start, end)) for moments in (self.fitted, self.held_out)]
             found[name], start = self.session.regression(name, own[0], own[1]), end
         return found
-
-
-def output_error(found: Any, expected: Any, batch: Batch) -> float:
-    """Σ (found − expected)² of a model's outputs as a share of their variance, on average over its output tensors.
-
-    >>> output_error(torch.tensor([[1.0], [4.0]]), torch.tensor([[1.0], [3.0]]), Batch(0, 2))
-    0.5
-    """
-    shares = []
-    ours = tensors(found)
-    for path, value in tensors(expected).items():
-        if value.is_floating_point():
-            rows = real_rows(batch, value.shape[:-1], value.numel(), 0).to(value.device)
-            a, b = (v.reshape(-1, v.shape[-1] if v.ndim else 1)[rows].double() for v in (ours[path], value))
-            variance = ((b - b.mean(0)) ** 2).sum() or (b**2).sum()  # of a single row there is none
-            shares.append(float(((a - b) ** 2).sum() / variance.clamp_min(torch.finfo(torch.float64).tiny)))
-    return sum(shares) / max(len(shares), 1)

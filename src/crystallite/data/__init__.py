@@ -1,1 +1,1 @@
-"""Batches, what models return on them, and calibration data."""
+"""Batches, positions and padding, what models return, and calibration data."""

@@ -1,10 +1,11 @@
-"""Data as batches, and a model run on one of them."""
+"""Data as batches, and models run on them."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -12,49 +13,133 @@ import torch
 from torch import Tensor, nn
 
 from crystallite.core.errors import InvalidOption
-from crystallite.data.outputs import same_structure, tensors
+from crystallite.data.outputs import equal_up_to_rounding, main_output, same_structure, tensors
 
-__all__ = ["Batch", "batches", "check_repeatable", "repeatable", "run"]
-
-# what two orders of the same sums may differ by at the end of a deep network, relative to the size of its output
-ROUNDING = {torch.float64: 1e-10, torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 2e-2}
+__all__ = ["Batch", "batches", "check_repeatable", "evaluating", "is_one_batch", "repeatable"]
 
 
 @dataclass(frozen=True)
 class Batch:
     """What a model is called with, and what it should have answered."""
 
-    first: int  # the index of its first sample among all samples
+    offset: int  # the index of its first sample among all samples
     size: int
     positional: tuple[Any, ...] = ()
     named: Mapping[str, Any] = field(default_factory=dict)
     target: Tensor | None = None
 
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """All arguments of the model."""
+        return (*self.positional, *self.named.values())
+
+    @property
+    def arguments(self) -> Any:
+        """The arguments as one value: a dict where they have names, else a tuple."""
+        return dict(self.named) if self.named else self.positional
+
+    def slice(self, start: int, stop: int) -> Batch:
+        """The samples from one index up to another; values whose first axis does not count samples stay whole.
+
+        >>> Batch(7, 3, (torch.tensor([1, 2, 3]), torch.zeros(2))).slice(1, 9)
+        Batch(offset=8, size=2, positional=(tensor([2, 3]), tensor([0., 0.])), named={}, target=None)
+        """
+        start, stop, _ = slice(start, stop).indices(self.size)
+        cut = self._with(lambda value: value[start:stop] if self._counts(value) else value)
+        return replace(cut, offset=self.offset + start, size=max(stop - start, 0))
+
+    def first(self, count: int) -> Batch:
+        """The first samples, at most so many."""
+        return self.slice(0, count)
+
+    def take(self, chosen: Tensor) -> Batch:
+        """The samples at some indices, or those that a mask marks.
+
+        >>> Batch(0, 3, (torch.tensor([1, 2, 3]),)).take(torch.tensor([True, False, True])).positional
+        (tensor([1, 3]),)
+        """
+        found = self._with(lambda value: value[chosen.to(value.device)] if self._counts(value) else value)
+        return replace(found, size=int(chosen.sum()) if chosen.dtype == torch.bool else len(chosen))
+
+    def split(self, size: int) -> Iterator[Batch]:
+        """The batch in parts of at most this many samples."""
+        if self.size <= size:
+            yield self
+        else:
+            yield from (self.slice(start, start + size) for start in range(0, self.size, size))
+
+    def to(self, device: torch.device) -> Batch:
+        """The same with all tensors on a device."""
+        return self._with(lambda value: value.to(device) if isinstance(value, Tensor) else value)
+
+    def without_target(self) -> Batch:
+        """The arguments alone."""
+        return replace(self, target=None)
+
+    def run(self, model: nn.Module, gradients: bool = False) -> Any:
+        """All that the model returns; the batch is moved to where the model is.
+
+        Labels that came in a dict are passed on to a model that takes them, as transformers models do for their own
+        loss. gradients: whether operations are recorded as they are elsewhere; otherwise they are not.
+        """
+        weight = next(model.parameters(), None)
+        here = self if weight is None else self.to(weight.device)
+        named = dict(here.named)
+        if named and here.target is not None and "labels" in inspect.signature(model.forward).parameters:
+            named["labels"] = here.target
+        with nullcontext() if gradients else torch.no_grad():
+            try:
+                return model(*here.positional, **named)
+            except (TypeError, RuntimeError) as error:
+                raise InvalidOption(
+                    f"the {type(model).__name__} cannot be called with the batch at sample {self.offset}: {error}; "
+                    "data is a list of batches, a batch (inputs, target), several positional inputs ((a, b), target)"
+                ) from error
+
+    def call(self, model: nn.Module) -> Tensor:
+        """The main output of the model, with gradients; it does not see the target."""
+        return main_output(self.without_target().run(model, gradients=True))
+
+    def _counts(self, value: Any) -> bool:
+        return isinstance(value, Tensor) and value.shape[:1] == (self.size,)
+
+    def _with(self, change: Callable[[Any], Any]) -> Batch:
+        named = {name: change(value) for name, value in self.named.items()}
+        return replace(self, positional=tuple(map(change, self.positional)), named=named, target=change(self.target))
+
+
+def is_one_batch(data: Any) -> bool:
+    """Whether some data is a single batch, not an iterable of them."""
+    return isinstance(data, (Tensor, np.ndarray, Mapping, tuple))
+
 
 def batches(data: Any) -> Iterator[Batch]:
-    """The batches of some data, numbered through.
+    """The batches of some data, numbered through. Every function that takes data reads it in this way.
 
-    data: an iterable of batches, such as a `DataLoader`; a tensor or a dict alone is one batch. A batch is a tensor,
-    a dict of keyword arguments whose "labels" are the target, or a tuple (inputs, target) where the inputs are a
-    tensor, a dict, or a tuple of positional arguments. The first axis of the first tensor counts the samples.
+    data: an iterable of batches, such as a `DataLoader` or a list. A tensor, a dict or a tuple alone is one batch: a
+    tuple `(x, y)` is the inputs x and the target y, a list `[x, y]` is two batches. A batch is a tensor, a dict of
+    keyword arguments whose "labels" are the target, or a pair (inputs, target) where the inputs are a tensor, a dict,
+    or a tuple of positional arguments; `((a, b),)` has no target. The first axis of the first tensor counts samples.
 
-    >>> [(b.first, b.size, b.target) for b in batches([torch.zeros(3, 2), torch.zeros(1, 2)])]
+    >>> [(b.offset, b.size, b.target) for b in batches([torch.zeros(3, 2), torch.zeros(1, 2)])]
     [(0, 3, None), (3, 1, None)]
+    >>> [(b.offset, b.size, b.target) for b in batches((torch.zeros(3, 2), torch.zeros(3)))]
+    [(0, 3, tensor([0., 0., 0.]))]
     >>> list(batches([]))
     Traceback (most recent call last):
     crystallite.core.errors.InvalidOption: data: expected at least one sample, got none
     """
-    if isinstance(data, (Tensor, np.ndarray, Mapping)):
+    if is_one_batch(data):
         data = [data]
     if not isinstance(data, Iterable) or isinstance(data, (str, bytes)):
         raise InvalidOption(f"data: expected a tensor, a dict or an iterable of batches, got {type(data).__name__}")
-    first = 0
+    offset = 0
     for number, item in enumerate(data):
-        batch = _batch(item, first, f"data: batch {number}")
+        batch = _batch(item, offset, f"data: batch {number}")
         if batch.size:
             yield batch
-        first += batch.size
-    if not first:
+        offset += batch.size
+    if not offset:
         raise InvalidOption("data: expected at least one sample, got none")
 
 
@@ -63,7 +148,7 @@ def repeatable(data: Any) -> Any:
     return list(data) if isinstance(data, Iterator) else data
 
 
-def _batch(item: Any, first: int, name: str) -> Batch:
+def _batch(item: Any, offset: int, name: str) -> Batch:
     target: Any = None
     inputs = item
     if isinstance(item, (tuple, list)):
@@ -87,36 +172,23 @@ def _batch(item: Any, first: int, name: str) -> Batch:
     if counted is None or counted.ndim == 0:
         found = "a single number" if counted is not None else f"no tensor in {type(inputs).__name__}"
         raise InvalidOption(f"{name}: expected a tensor whose first axis counts samples, got {found}")
-    return Batch(first, len(counted), positional, named, target)
+    return Batch(offset, len(counted), positional, named, target)
 
 
 def _tensor(value: Any) -> Any:
     return torch.from_numpy(value) if isinstance(value, np.ndarray) else value
 
 
-def run(model: nn.Module, batch: Batch) -> Any:
-    """What the model returns, without gradients; inputs are moved to where the model is.
-
-    Labels that came in a dict are passed on to a model that takes them, as transformers models do for their own loss.
-    """
-    weight = next(model.parameters(), None)
-    device = None if weight is None else weight.device
-    named = dict(batch.named)
-    if named and batch.target is not None and "labels" in inspect.signature(model.forward).parameters:
-        named["labels"] = batch.target
-    positional = [_moved(value, device) for value in batch.positional]
-    with torch.no_grad():
-        try:
-            return model(*positional, **{name: _moved(value, device) for name, value in named.items()})
-        except (TypeError, RuntimeError) as error:
-            raise InvalidOption(
-                f"the {type(model).__name__} cannot be called with the batch at sample {batch.first}: {error}; data is "
-                "a list of batches, a batch (inputs, target), several positional inputs ((a, b), target)"
-            ) from error
-
-
-def _moved(value: Any, device: torch.device | None) -> Any:
-    return value.to(device) if isinstance(value, Tensor) and device is not None else value
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """The model in evaluation mode; every module goes back to the mode it was in."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
 
 
 def check_repeatable(model: nn.Module, batch: Batch, who: str) -> Any:
@@ -133,20 +205,11 @@ def check_repeatable(model: nn.Module, batch: Batch, who: str) -> Any:
                 f"{who}: {name or type(module).__name__} is in training mode, so outputs depend on what else is in the "
                 "batch and running it changes it; call .eval() first"
             )
-    once = run(model, batch)
-    again = tensors(run(model, batch))
+    once = batch.run(model)
+    again = tensors(batch.run(model))
     for path, tensor in same_structure(tensors(once), again).items():
         if not equal_up_to_rounding(tensor, again[path]):
             raise InvalidOption(
                 f"{who} gives different outputs on the same inputs ({path}): is a dropout left on? Call .eval() first"
             )
     return once
-
-
-def equal_up_to_rounding(found: Tensor, expected: Tensor) -> bool:
-    """Whether two tensors differ by no more than a different order of sums explains. NaN equals NaN."""
-    if not expected.is_floating_point():
-        return torch.equal(found, expected)
-    a, b = (t.double().nan_to_num(0.0, 0.0, 0.0) for t in (found, expected))
-    same_gaps = torch.equal(found.isfinite(), expected.isfinite())
-    return same_gaps and bool((a - b).norm() <= ROUNDING.get(expected.dtype, 1e-1) * b.norm())

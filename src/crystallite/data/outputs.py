@@ -6,17 +6,20 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from crystallite.core.errors import InvalidOption
 
-__all__ = ["main_output", "same_structure", "tensors"]
+__all__ = ["ROUNDING", "equal_up_to_rounding", "main_output", "same_structure", "tensors"]
+
+# what two orders of the same sums may differ by at the end of a deep network, relative to the size of its output
+ROUNDING = {torch.float64: 1e-10, torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 2e-2}
 
 
 def tensors(output: Any) -> dict[str, Tensor]:
     """Every tensor in what a model returned, by where it stands. Other values, such as caches, are left out.
 
-    >>> import torch
     >>> [(path, t.tolist()) for path, t in tensors({"logits": torch.ones(1), "states": (torch.zeros(1), None)}).items()]
     [('output.logits', [1.0]), ('output.states[0]', [0.0])]
     """
@@ -55,9 +58,17 @@ def same_structure(original: dict[str, Tensor], reorganized: dict[str, Tensor]) 
 def main_output(output: Any) -> Tensor:
     """The tensor that a task is about: the logits if something is called so, else the first that is no single number.
 
-    >>> import torch
     >>> main_output((torch.tensor(0.5), torch.ones(2, 3))).shape
     torch.Size([2, 3])
     """
     found = tensors(output)
     return found.get("output.logits", next((t for t in found.values() if t.ndim), next(iter(found.values()))))
+
+
+def equal_up_to_rounding(found: Tensor, expected: Tensor) -> bool:
+    """Whether two tensors differ by no more than a different order of sums explains. NaN equals NaN."""
+    if not expected.is_floating_point():
+        return torch.equal(found, expected)
+    a, b = (t.double().nan_to_num(0.0, 0.0, 0.0) for t in (found, expected))
+    same_gaps = torch.equal(found.isfinite(), expected.isfinite())
+    return same_gaps and bool((a - b).norm() <= ROUNDING.get(expected.dtype, 1e-1) * b.norm())

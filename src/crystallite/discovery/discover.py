@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from crystallite.discovery.coclustering import agreement, assign, cocluster
 from crystallite.discovery.energy import jacobian_energy
 from crystallite.discovery.modules import Modules
+from crystallite.partitioning.coclustering import agreement, assign, cocluster
 
 __all__ = ["discover", "strength"]
 
@@ -24,7 +24,7 @@ def discover(model: nn.Module, data: Any, samples: int = 1500) -> Modules:
     an input explains, is co-clustered by the singular vectors of √J². The number of modules may well be 1: a split is
     proposed only where the spectrum has a gap that single-task networks do not show (benchmarks/discovery.py).
 
-    data: batches as a `DataLoader` gives them, or one tensor, dict or tuple; labels are not used. The inputs are the
+    data: batches as for `validate`; labels are not used. The inputs are the
     first floating-point tensor, flattened; the outputs are the last axis of the logits (or of the first tensor that the
     model returns). Samples should look as if drawn from what the model will see: tasks whose inputs always change
     together cannot be told apart.

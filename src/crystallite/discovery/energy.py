@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -11,12 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from crystallite.core.errors import InvalidMatrix, InvalidOption
-from crystallite.data.calls import Call, calls, evaluating
+from crystallite.data.batch import Batch, batches, evaluating, is_one_batch
 
 __all__ = ["Energy", "jacobian_energy"]
 
 _MEMORY = 1 << 30  # bytes for all sums
 _CHUNK = 1 << 22  # numbers of a chunk of inputs
+_AT_ONCE = 256  # samples, at most
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,24 +50,51 @@ def jacobian_energy(
     """
     if samples < 2:
         raise InvalidOption(f"samples must be at least 2, there is no variance otherwise; got {samples}")
-    device = next((p.device for p in model.parameters()), None)
     generator = torch.Generator().manual_seed(0)
     sums: _Sums | None = None
     with evaluating(model), torch.enable_grad():
-        for call in calls(data, samples, 256, device):
-            for part in torch.arange(len(call.inputs)).split(max(1, _CHUNK // max(call.inputs[0].numel(), 1))):
-                piece = call.rows(part)
-                record = _forward(model, piece, hidden)
-                if sums is None:
-                    sums = _Sums.start(record, resamples)
-                sums.check(record, model)
-                _add(sums, record, generator)
-    assert sums is not None  # `calls` refuses data without samples
+        for batch in _samples(data, samples):
+            record = _forward(model, batch, hidden)
+            if sums is None:
+                sums = _Sums.start(record, resamples)
+            sums.check(record, model)
+            _add(sums, record, generator)
+    assert sums is not None  # `batches` refuses data without samples
     return sums.energy()
 
 
+def _samples(data: Any, limit: int) -> Iterator[Batch]:
+    """The first samples of some data, so many in all, in batches whose features are no more than a chunk.
+
+    Of data that is one batch evenly spaced samples are taken. Targets are left out.
+    """
+    left = limit
+    for batch in batches(data):
+        count = min(left, batch.size)
+        evenly = is_one_batch(data) and count < batch.size
+        some = batch.take(torch.linspace(0, batch.size - 1, count).round().long()) if evenly else batch.first(count)
+        features = _argument(some)[1]
+        yield from some.without_target().split(max(1, min(_AT_ONCE, _CHUNK // max(features[0].numel(), 1))))
+        left -= count
+        if not left:
+            return
+
+
+def _argument(batch: Batch) -> tuple[int | str, Tensor]:
+    """The place or name of the features, the first floating-point tensor with more than one axis, and the features."""
+    given = {**dict(enumerate(batch.positional)), **batch.named}
+    for key, value in given.items():
+        if isinstance(value, Tensor) and value.is_floating_point() and value.ndim > 1:
+            return key, value
+    found = [f"{v.dtype} {tuple(v.shape)}" if isinstance(v, Tensor) else type(v).__name__ for v in given.values()]
+    raise InvalidOption(
+        f"data: expected a floating-point tensor (samples, features…), got {', '.join(found)}; the effect of token "
+        "numbers has no derivative: pass their embeddings as {'inputs_embeds': …}"
+    )
+
+
 @dataclass
-class _Moments:
+class _WeightedVariance:
     """Weighted sums of a variable and its square around a centre that keeps them small."""
 
     centre: Tensor  # (features,)
@@ -73,7 +102,7 @@ class _Moments:
     second: Tensor
 
     @classmethod
-    def start(cls, values: Tensor, weightings: int) -> _Moments:
+    def start(cls, values: Tensor, weightings: int) -> _WeightedVariance:
         zeros = values.new_zeros(weightings, values.shape[1])
         return cls(values.mean(0), zeros, zeros.clone())
 
@@ -93,9 +122,9 @@ class _Sums:
     layers: dict[str, int]
     count: Tensor  # (weightings, 1): the first weighting counts every sample once, the others are bootstrap samples
     squares: Tensor  # (weightings, outputs, inputs)
-    moments: _Moments
+    moments: _WeightedVariance
     hidden_squares: dict[str, Tensor]  # (outputs, neurons)
-    hidden_moments: dict[str, _Moments]
+    hidden_moments: dict[str, _WeightedVariance]
     rows: dict[str, int]  # of each layer's neurons: samples times positions
     samples: int = 0
 
@@ -116,9 +145,9 @@ class _Sums:
             {name: h.shape[1] for name, h in neurons.items()},
             flat.new_zeros(weightings, 1),
             flat.new_zeros(weightings, outputs, features),
-            _Moments.start(flat, weightings),
+            _WeightedVariance.start(flat, weightings),
             {name: flat.new_zeros(outputs, h.shape[1]) for name, h in neurons.items()},
-            {name: _Moments.start(h, 1) for name, h in neurons.items()},
+            {name: _WeightedVariance.start(h, 1) for name, h in neurons.items()},
             dict.fromkeys(neurons, 0),
         )
 
@@ -158,7 +187,7 @@ class _Record:
         return self.outputs.shape[-1], self.inputs[0].numel()
 
 
-def _forward(model: nn.Module, call: Call, hidden: bool) -> _Record:
+def _forward(model: nn.Module, batch: Batch, hidden: bool) -> _Record:
     seen: dict[str, list[tuple[Tensor, Tensor]]] = {}
     with ExitStack() as stack:
         for name, layer in model.named_modules() if hidden else ():
@@ -171,8 +200,20 @@ def _forward(model: nn.Module, call: Call, hidden: bool) -> _Record:
                 return passed
 
             stack.callback(layer.register_forward_hook(keep).remove)
-        inputs = call.inputs.detach().requires_grad_()
-        outputs = call.outputs(model, inputs)
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        place, features = _argument(batch.to(device))
+        inputs = features.detach().requires_grad_()
+        if isinstance(place, int):
+            positional = (*batch.positional[:place], inputs, *batch.positional[place + 1 :])
+            outputs = replace(batch, positional=positional).call(model)
+        else:
+            outputs = replace(batch, named={**batch.named, place: inputs}).call(model)
+    if outputs.shape[:1] != inputs.shape[:1] or not outputs.is_floating_point():
+        raise InvalidOption(
+            f"{type(model).__name__}: expected floating-point outputs ({len(inputs)} samples, …, outputs), got "
+            f"{outputs.dtype} {tuple(outputs.shape)}"
+        )
+    outputs = outputs if outputs.ndim > 1 else outputs[:, None]
     once = {name: found[0] for name, found in seen.items() if len(found) == 1}
     return _Record(inputs, outputs, {name: h for name, (h, passed) in once.items() if passed is not outputs})
 

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from crystallite.core.errors import CrystalliteError, InvalidOption
-from crystallite.data.batch import ROUNDING, Batch, batches, run
-from crystallite.data.outputs import tensors
+from crystallite.data.batch import Batch, batches, evaluating
+from crystallite.data.outputs import ROUNDING, tensors
 from crystallite.models.swap import put_
 from crystallite.operators.coupled import CoupledLinear
 from crystallite.operators.linear import BlockLinear
@@ -68,27 +69,23 @@ def export(
     if target.suffix != ".onnx":
         raise InvalidOption(f"{target}: expected a name that ends in .onnx")
     library = _libraries()
-    checked = [batch for batch, _ in zip(batches(data), range(_CHECKED), strict=False)]
-    was_training = model.training
-    model.eval()
+    checked = [batch.without_target() for batch in islice(batches(data), _CHECKED)]
     target.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as made:
-            file = Path(made) / "model.onnx"
-            _write(_with_plain_layers(model) if int8 else model, file, _at_least_two(checked[0]))
-            if int8:
-                file = _quantised(file)
-            found = _compared(library, file, model, checked)
-            limit = max_deviation if int8 else _rounding(model)
-            if not found[0] <= limit:
-                raise InvalidOption(
-                    f"{target}: not written: in ONNX Runtime its outputs deviate by {found[0]:.3g}, at most {limit:g} "
-                    f"is allowed{'; raise max_deviation, or export without int8' if int8 else ''}"
-                )
-            size = file.stat().st_size
-            file.replace(target)
-    finally:
-        model.train(was_training)
+    folder = tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent)
+    with evaluating(model), folder as made:
+        file = Path(made) / "model.onnx"
+        _write(_with_plain_layers(model) if int8 else model, file, _at_least_two(checked[0]))
+        if int8:
+            file = _quantised(file)
+        found = _compared(library, file, model, checked)
+        limit = max_deviation if int8 else _rounding(model)
+        if not found[0] <= limit:
+            raise InvalidOption(
+                f"{target}: not written: in ONNX Runtime its outputs deviate by {found[0]:.3g}, at most {limit:g} "
+                f"is allowed{'; raise max_deviation, or export without int8' if int8 else ''}"
+            )
+        size = file.stat().st_size
+        file.replace(target)
     return Exported(str(target), size, int8, sum(batch.size for batch in checked), *found)
 
 
@@ -183,14 +180,7 @@ def _free(value: Any) -> Any:
 
 def _at_least_two(batch: Batch) -> Batch:
     """The batch, a single sample twice: an axis of size 1 would be taken to have that size for good."""
-
-    def twice(value: Any) -> Any:
-        return torch.cat([value, value]) if isinstance(value, Tensor) and value.shape[:1] == (1,) else value
-
-    if batch.size > 1:
-        return batch
-    named = {name: twice(value) for name, value in batch.named.items()}
-    return Batch(batch.first, 2, tuple(map(twice, batch.positional)), named)
+    return batch if batch.size > 1 else batch.take(torch.tensor([0, 0]))
 
 
 def _quantised(file: Path) -> Path:
@@ -256,7 +246,7 @@ def _compared(library: Any, file: Path, model: nn.Module, checked: list[Batch]) 
         fed = {name: given[name].numpy() for name in wanted if name in given}
         if len(fed) != len(wanted):
             raise InvalidOption(f"{type(model).__name__}: expected inputs {', '.join(given)}, ONNX has {wanted}")
-        expected = tensors(run(model, batch))
+        expected = tensors(batch.run(model))
         found = session.run(None, fed)
         if len(found) != len(expected):
             raise InvalidOption(f"{type(model).__name__}: expected {len(expected)} outputs, ONNX has {len(found)}")

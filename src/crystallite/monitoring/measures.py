@@ -14,9 +14,9 @@ from crystallite.annealing.distributions import Null
 from crystallite.annealing.fitting import choose
 from crystallite.annealing.initial import named_weights
 from crystallite.core.errors import CrystalliteError
-from crystallite.discovery.coclustering import Clusters, cocluster
 from crystallite.discovery.discover import strength
 from crystallite.discovery.energy import jacobian_energy
+from crystallite.partitioning.coclustering import Clusters, cocluster
 from crystallite.structure.levels import level_profile
 
 __all__ = ["MODEL", "FunctionalMap", "Row", "functional_map", "initial_nulls", "layer_row", "matrices", "problem_row"]

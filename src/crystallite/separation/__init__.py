@@ -2,13 +2,13 @@
 
 ```
 trained model, batches
-  └─ partition.py         chains of weights that share hidden neurons; a label for every neuron, k labels
-                          (regions.py: inputs that vary together; telling.py: neurons follow the inputs that tell them;
-                          modules.py: functional modules that were found)
+  └─ partitioning/        chains of weights that share hidden neurons; a block for every neuron: inputs that vary
+                          together, neurons where most of their variance is explained
+                          (modules.py: functional modules that were found)
        └─ scale.py             hidden neurons in balanced units, so that a bound on weights means something
             └─ refit.py             blocks fitted by least squares to what the dense layers compute
                  └─ straight_through.py  the Neyman test inside the forward pass, its threshold rising to the null's
-                      └─ training.py          learning rate and threshold over time; checkpoint.py keeps the state
+                      └─ training.py          learning rate and threshold over time; checkpoints of both
                            └─ upgrade.py           harden, prove by `anneal` and `decompose`, `reorganize`, record
 ```
 
@@ -20,9 +20,9 @@ adapters train them.
 The package is named after a thing, so that `upgrade` stays a function.
 """
 
-from crystallite.separation.input_clusters import cluster_partition
+from crystallite.partitioning.input_clusters import cluster_partition
+from crystallite.partitioning.partition import Chain, Partition, decorrelated_partition, find_chains, random_partition
 from crystallite.separation.lora import lora_for_blocks
-from crystallite.separation.partition import Chain, Partition, decorrelated_partition, find_chains, random_partition
 from crystallite.separation.transfer import to_blocks, to_dense, transfer_optimizer
 from crystallite.separation.update import mask_gradients, redistribute, updated
 from crystallite.separation.upgrade import Upgrading, upgrade

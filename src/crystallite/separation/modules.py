@@ -10,11 +10,10 @@ from torch import Tensor, nn
 
 from crystallite.core.errors import InvalidOption
 from crystallite.data.batch import Batch
-from crystallite.data.running import call
 from crystallite.discovery.modules import Modules
-from crystallite.separation.partition import Chain, Partition
-from crystallite.separation.refit import seen
-from crystallite.separation.weights import owner
+from crystallite.partitioning.partition import Chain, Partition
+from crystallite.partitioning.weights import owner
+from crystallite.statistics.watching import layer_call
 
 __all__ = ["module_partition"]
 
@@ -42,11 +41,11 @@ def _labels(found: Modules, model: nn.Module, chain: Chain, group: str, batch: B
     for name in writers:
         if name in found.hidden:
             return found.hidden[name]
-        if _same(seen(model, owner(name)[0], batch)[1], call(model, batch)):
+        if _same(layer_call(model, owner(name)[0], batch).output, batch.call(model)):
             return found.outputs
     for name in readers:
-        read = seen(model, owner(name)[0], batch)[0]
-        if any(_same(read, given) for given in (*batch.positional, *batch.named.values())):
+        read = layer_call(model, owner(name)[0], batch).inputs[0]
+        if any(_same(read, given) for given in batch.values):
             return found.inputs
     side, names = ("outputs", writers) if writers else ("inputs", readers)
     raise InvalidOption(f"modules: no labels for the {side} of {', '.join(names)}; ignore this layer")

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from crystallite.data.batch import Batch
-from crystallite.data.running import call
-from crystallite.separation.partition import Partition
-from crystallite.separation.refit import seen
+from crystallite.partitioning.partition import Partition
+from crystallite.statistics.watching import layer_call
 
 __all__ = ["Readouts", "readouts_for"]
 
@@ -50,7 +49,7 @@ def readouts_for(model: nn.Module, partition: Partition, batch: Batch) -> Readou
     if others or not linear or len(writers) != 1:
         return None
     with torch.no_grad():
-        output, hidden = call(model, batch), seen(model, writers[0], batch)[1]
+        output, hidden = batch.call(model), layer_call(model, writers[0], batch).output
     if output.shape[:-1] != hidden.shape[:-1] or not output.is_floating_point():
         return None
     readouts = Readouts(writers[0], partition.labels[0][group], output.shape[-1], output.dtype)

@@ -12,11 +12,14 @@ from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
 from crystallite.core.errors import InvalidOption
 from crystallite.data.batch import Batch
-from crystallite.data.running import call, real_positions
-from crystallite.separation.partition import Partition
-from crystallite.separation.weights import owner
+from crystallite.data.positions import real_positions
+from crystallite.partitioning.partition import Partition
+from crystallite.partitioning.weights import owner
+from crystallite.statistics.moments import Moments
+from crystallite.statistics.regression import Regression
+from crystallite.statistics.watching import layer_call
 
-__all__ = ["refit_", "seen"]
+__all__ = ["refit_"]
 
 _NATIVE: dict[str, Any] = {"RNN_TANH": torch.rnn_tanh, "RNN_RELU": torch.rnn_relu, "GRU": torch.gru, "LSTM": torch.lstm}
 _PATCHES = 16384  # of a batch, or those of one sample
@@ -41,26 +44,27 @@ def refit_(model: nn.Module, dense: nn.Module, partition: Partition, batches: Se
         layer = model.get_submodule(module)
         weight, bias = getattr(layer, tensor), getattr(layer, tensor.replace("weight", "bias"), None)
         taps = weight[0, 0].numel()  # a column of labels is so many of the weight: the places of a kernel
-        cells = [
-            _Moments(torch.from_numpy(np.flatnonzero(rows == b)), torch.from_numpy(np.flatnonzero(columns == b)), taps)
-            for b in range(partition.blocks)
-        ]
-        count = 0
+        blocks = [tuple(torch.from_numpy(np.flatnonzero(side == b)) for side in (rows, columns))
+                  for b in range(partition.blocks)]  # fmt: skip
+        blocks = [(own, (read[:, None] * taps + torch.arange(taps)).flatten()) for own, read in blocks]
+        moments = [Moments(name) for _ in blocks]
         for batch in batches:
-            x, t = _regression(model, dense, name, batch)
-            count += len(x)
-            for cell in cells:
-                cell.add(x.double(), t.double())
-        widest = max(len(cell.columns) for cell in cells)
-        if count < widest:
-            raise InvalidOption(f"{name}: a block has {widest} inputs, but the data has {count} samples: pass more")
+            x, t = (value.double() for value in _regression(model, dense, name, batch))
+            for found, (own, read) in zip(moments, blocks, strict=True):
+                found.add(x[:, read], t[:, own])
+        widest = max(len(read) for _, read in blocks)
+        if moments[0].samples < widest:
+            raise InvalidOption(
+                f"{name}: a block has {widest} inputs, but the data has {moments[0].samples} samples: pass more"
+            )
         weight.zero_()
         flat = weight.flatten(1)
-        for cell in cells:
-            found, constant = cell.solution(bias is not None)
-            flat[cell.rows[:, None], cell.columns] = found.to(weight)
+        for found, (own, read) in zip(moments, blocks, strict=True):
+            nothing = flat.new_zeros(len(own), len(read))
+            best = Regression.solve(found, found, nothing, bias is not None, _RIDGE)
+            flat[own[:, None], read] = best.weight.to(weight)
             if bias is not None:
-                bias[cell.rows] = constant.to(bias)
+                bias[own] = best.bias(best.weight).to(bias)
         weight.copy_(flat.view_as(weight))
 
 
@@ -68,10 +72,10 @@ def _regression(model: nn.Module, dense: nn.Module, name: str, batch: Batch) -> 
     """(rows, columns) that a weight multiplies, and (rows, outputs) that it should give."""
     module, tensor = owner(name)
     layer = dense.get_submodule(module)
-    x = seen(model, module, batch)[0]
+    x, expected = layer_call(model, module, batch).inputs[0], layer_call(dense, module, batch)
     if isinstance(layer, nn.RNNBase):
-        return _recurrent(layer, tensor, _by_time(layer, x), _by_time(layer, seen(dense, module, batch)[0]))
-    t = seen(dense, module, batch)[1]
+        return _recurrent(layer, tensor, _by_time(layer, x), _by_time(layer, expected.inputs[0]))
+    t = expected.output
     if isinstance(layer, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
         count = max(1, _PATCHES // t[0, 0].numel())
         return _patches(layer, x[:count]), t[:count].movedim(1, -1).flatten(0, -2)
@@ -122,55 +126,3 @@ def _states(module: nn.RNNBase, x: Tensor, suffix: str) -> Tensor:
         [getattr(module, f"{name}_l{suffix}") for name in names], module.bias, 1, 0.0, False, False, False,
     )[0]  # fmt: skip
     return found.flip(0) if backward else found
-
-
-class _Moments:
-    """Sums over samples that least squares needs, for one block."""
-
-    def __init__(self, rows: Tensor, columns: Tensor, taps: int) -> None:
-        """taps: columns of the weight for each column given."""
-        self.rows, self.samples = rows, 0
-        self.columns = (columns[:, None] * taps + torch.arange(taps)).flatten()
-        self.x: Any = 0.0
-        self.t: Any = 0.0
-        self.xx: Any = 0.0
-        self.xt: Any = 0.0
-
-    def add(self, x: Tensor, t: Tensor) -> None:
-        x, t = x[:, self.columns], t[:, self.rows]
-        self.samples += len(x)
-        self.x, self.t = self.x + x.sum(0), self.t + t.sum(0)
-        self.xx, self.xt = self.xx + x.T @ x, self.xt + x.T @ t
-
-    def solution(self, with_bias: bool) -> tuple[Tensor, Tensor]:
-        """Weight (rows, columns) and bias (rows,)."""
-        gram, cross = self.xx, self.xt
-        if with_bias:
-            gram = gram - torch.outer(self.x, self.x) / self.samples
-            cross = cross - torch.outer(self.x, self.t) / self.samples
-        diagonal = gram.diagonal()
-        ridge = (_RIDGE * diagonal.mean()).clamp_min(torch.finfo(gram.dtype).tiny)  # inputs may all be constant
-        weight = torch.linalg.solve(gram + ridge * torch.eye(len(gram)).to(gram), cross).T
-        return weight, (self.t - weight @ self.x) / self.samples
-
-
-def seen(model: nn.Module, name: str, batch: Batch) -> tuple[Any, Any]:
-    """What a layer reads and writes on a batch; the model is run no further than that."""
-
-    def leave(_: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-        raise _Seen(inputs[0], output)
-
-    handle = model.get_submodule(name).register_forward_hook(leave)
-    try:
-        call(model, batch)
-    except _Seen as found:
-        return found.read, found.written
-    finally:
-        handle.remove()
-    raise InvalidOption(f"{name}: the model does not run this layer on the data, so it cannot be fitted")
-
-
-class _Seen(Exception):
-    def __init__(self, read: Any, written: Any) -> None:
-        super().__init__()
-        self.read, self.written = read, written

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from crystallite.annealing.nulls import Null
 from crystallite.graph.trace import Spaces
-from crystallite.separation.partition import own_neurons
-from crystallite.separation.weights import parameter
+from crystallite.partitioning.partition import own_neurons
+from crystallite.partitioning.weights import parameter
 
 __all__ = ["balance_"]
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from crystallite.models.swap import replace_
-from crystallite.separation.partition import Partition
-from crystallite.separation.weights import owner
+from crystallite.partitioning.partition import Partition
+from crystallite.partitioning.weights import owner
 
 __all__ = ["Gate", "GatedLinear", "attach_", "harden_", "reaching"]
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import posixpath
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,17 +13,17 @@ from tqdm import tqdm
 
 from crystallite.core.errors import InvalidOption
 from crystallite.data.batch import Batch, batches
-from crystallite.data.running import call, device_of, moved, real_positions
-from crystallite.separation.partition import Chain
+from crystallite.partitioning.partition import Chain
+from crystallite.partitioning.weights import owner, weight_of
 from crystallite.separation.readouts import Readouts
 from crystallite.separation.straight_through import Gate
-from crystallite.separation.weights import owner, weight_of
-from crystallite.statistics.checkpoints import Checkpoints, State
+from crystallite.statistics.checkpoints import Checkpoints
+from crystallite.statistics.output_error import relative_error
+from crystallite.statistics.trainer import Trainer
+from crystallite.statistics.watching import watching
 
-__all__ = ["Epoch", "Schedule", "ends_of", "share_of_rate", "train_"]
+__all__ = ["Epoch", "Schedule", "ends_of", "train_"]
 
-_WARM_UP = 0.1  # share of the steps
-_SECONDS = 30.0  # between two checkpoints inside an epoch
 Loss = Callable[[Tensor, Tensor], Tensor]
 Metric = Callable[[nn.Module], float]
 
@@ -46,8 +43,8 @@ class Epoch:
 class Schedule:
     """Learning rate and threshold over time: the rate rises and falls again, the threshold rises, then stays.
 
-    >>> [tuple(round(x, 3) for x in Schedule(1, 0.01).at(step, 10)) for step in (0, 1, 9)]
-    [(0.005, 0.0), (0.01, 0.25), (0.0, 1.0)]
+    >>> [Schedule(1, 0.01).threshold_at(step, 10) for step in (0, 1, 9)]
+    [0.0, 0.25, 1.0]
     """
 
     epochs: int
@@ -55,70 +52,27 @@ class Schedule:
     rise: float = 0.4  # share of the steps after which the threshold is the final one
     block_loss: float = 0.0  # weight of the mean loss of what blocks alone would say
 
-    def at(self, step: int, total: int) -> tuple[float, float]:
-        """The learning rate, and the threshold as a share of the final one."""
-        return self.learning_rate * share_of_rate((step + 0.5) / total), min(1.0, step / (self.rise * total))
+    def threshold_at(self, step: int, total: int) -> float:
+        """The threshold as a share of the final one."""
+        return min(1.0, step / (self.rise * total))
 
 
-def share_of_rate(time: float) -> float:
-    """Share of the highest learning rate after a share of the steps: it rises over the first tenth, then is a cosine.
+class _Gates:
+    """The gates of a model, whose thresholds rise together."""
 
-    >>> [round(share_of_rate(t), 2) for t in (0.05, 0.1, 0.55, 1.0)]
-    [0.5, 1.0, 0.5, 0.0]
-    """
-    if time < _WARM_UP:
-        return time / _WARM_UP
-    return 0.5 * (1 + math.cos(math.pi * (time - _WARM_UP) / (1 - _WARM_UP)))
+    def __init__(self, model: nn.Module, gates: Mapping[str, Gate], thresholds: Mapping[str, float]) -> None:
+        self.model, self.gates, self.thresholds = model, gates, thresholds
 
-
-class _Run:
-    """A model while it is trained: all that changes is in `state`."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        schedule: Schedule,
-        gates: Mapping[str, Gate],
-        thresholds: Mapping[str, float],
-        readouts: Readouts | None,
-    ):
-        self.model, self.schedule, self.gates, self.thresholds = model, schedule, gates, thresholds
-        self.readouts: nn.Module = nn.Identity() if readouts is None else readouts
-        self.parameters = [p for m in (model, self.readouts) for p in m.parameters() if p.requires_grad]
-        self.optimizer = torch.optim.Adam(self.parameters, schedule.learning_rate)
-        self.step, self.sum = 0, 0.0  # steps taken, loss of this epoch so far
-        self.history: list[Epoch] = []
-
-    def set_time(self, step: int, total: int) -> float:
-        rate, share = self.schedule.at(step, total)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
+    def raise_to(self, share: float) -> None:
+        """Set every threshold to a share of the final one."""
         for name, gate in self.gates.items():
             gate.threshold = share * self.thresholds[name]
-        return share
 
-    def state(self) -> State:
-        tensors = {f"model.{name}": value for name, value in self.model.state_dict().items()}
-        tensors |= {f"readouts.{name}": value for name, value in self.readouts.state_dict().items()}
-        for i, state in self.optimizer.state_dict()["state"].items():
-            tensors |= {f"optimizer.{i}.{name}": value for name, value in state.items()}
-        tensors["random"] = torch.get_rng_state()
-        return State(tensors, {"step": self.step, "sum": self.sum, "history": [asdict(e) for e in self.history]})
-
-    def load(self, state: State) -> None:
-        for module, kind in ((self.model, "model."), (self.readouts, "readouts.")):
-            own = {name.removeprefix(kind): t for name, t in state.tensors.items() if name.startswith(kind)}
-            module.load_state_dict(own)
-        moments: dict[int, dict[str, Tensor]] = {}
-        for name, tensor in state.tensors.items():
-            if name.startswith("optimizer."):
-                _, number, key = name.split(".")
-                moments.setdefault(int(number), {})[key] = tensor
-        stored = self.optimizer.state_dict()
-        self.optimizer.load_state_dict({"state": moments, "param_groups": stored["param_groups"]})
-        self.step, self.sum = int(state.record["step"]), float(state.record["sum"])
-        self.history = [Epoch(**epoch) for epoch in state.record["history"]]
-        torch.set_rng_state(state.tensors["random"])
+    @torch.no_grad()
+    def acting(self) -> float:
+        """The share of the weights inside blocks that reach the threshold."""
+        acting = sum(int(torch.count_nonzero(gate(weight_of(self.model, name)))) for name, gate in self.gates.items())
+        return acting / sum(int(gate.mask.sum()) for gate in self.gates.values())
 
 
 def train_(
@@ -146,41 +100,39 @@ def train_(
     """
     length = sum(1 for _ in batches(data))
     total = length * schedule.epochs
-    run = _Run(model, schedule, gates, thresholds, readouts)
-    saved = None if checkpoints is None else checkpoints.latest()
-    if saved is not None:
-        run.load(saved)
-    bar = tqdm(total=total, initial=run.step, unit="batch", disable=not progress)
-    written = time.monotonic()
-    for epoch in range(run.step // length, schedule.epochs):
-        for batch in _rest(data, seed * 1_000_003 + epoch, length, run.step % length):
+    parts = [model] if readouts is None else [model, readouts]
+    parameters = [p for part in parts for p in part.parameters() if p.requires_grad]
+    values = {f"{i}.{name}": value for i, part in enumerate(parts) for name, value in part.state_dict().items()}
+    record: dict[str, Any] = {"sum": 0.0, "history": []}  # loss of this epoch so far, epochs
+    trainer = Trainer(parameters, values, record, schedule.learning_rate, total, checkpoints)
+    raised = _Gates(model, gates, thresholds)
+    bar = tqdm(total=total, initial=trainer.step, unit="batch", disable=not progress)
+    for epoch in range(trainer.step // length, schedule.epochs):
+        for batch in _rest(data, seed * 1_000_003 + epoch, length, trainer.step % length):
             model.train(loss is not None)
-            share = run.set_time(run.step, total)
+            share = schedule.threshold_at(trainer.step, total)
+            raised.raise_to(share)
             alone = torch.zeros(())
             if loss is None:
                 error = _similarity(model, dense, ends, batch)
             else:
                 error, alone = _loss(model, loss, readouts, batch)
-            run.optimizer.zero_grad()
-            (error + schedule.block_loss * alone).backward()
-            run.optimizer.step()
-            run.step, run.sum = run.step + 1, run.sum + float(error.detach())
+            trainer.descend(error + schedule.block_loss * alone)
+            record["sum"] += float(error.detach())
             bar.update()
-            if run.step % length == 0:
-                run.set_time(run.step, total)
+            ended = trainer.step % length == 0
+            if ended:
+                raised.raise_to(schedule.threshold_at(trainer.step, total))
                 model.eval()
                 found = None if metric is None else float(metric(model))
-                acting = sum(_acting(model, *gate) for gate in gates.items())
-                acting /= sum(int(gate.mask.sum()) for gate in gates.values())
-                run.history.append(Epoch(epoch + 1, run.sum / length, found, share, acting))
-                run.sum = 0.0
-            if checkpoints and (run.step % length == 0 or time.monotonic() - written > _SECONDS):
-                checkpoints.write(run.step, run.state())
-                written = time.monotonic()
+                done = Epoch(epoch + 1, record["sum"] / length, found, share, raised.acting())
+                record["history"].append(asdict(done))
+                record["sum"] = 0.0
+            trainer.save(now=ended)
     bar.close()
-    run.set_time(total, total)
+    raised.raise_to(1.0)
     model.eval()
-    return run.history
+    return [Epoch(**epoch) for epoch in record["history"]]
 
 
 def _rest(data: Any, seed: int, length: int, done: int) -> Iterator[Batch]:
@@ -201,10 +153,11 @@ def _loss(model: nn.Module, loss: Loss, readouts: Readouts | None, batch: Batch)
     """Of the model, and on average of what its blocks alone say."""
     if batch.target is None:
         raise InvalidOption("data: a loss needs batches (inputs, target); pass loss=None to match the dense model")
-    target = moved(batch.target, device_of(model))
-    with _watched(model, [] if readouts is None else [readouts.layer]) as found:
-        error = loss(call(model, batch), target)
-    said = [] if readouts is None else [loss(one, target) for one in readouts(found[readouts.layer])]
+    with watching(model, [] if readouts is None else [readouts.layer]) as calls:
+        output = batch.call(model)
+    target = batch.target.to(output.device)
+    error = loss(output, target)
+    said = [] if readouts is None else [loss(one, target) for one in readouts(calls[readouts.layer][-1].returned)]
     return error, torch.stack(said).mean() if said else torch.zeros_like(error)
 
 
@@ -213,11 +166,12 @@ def _similarity(model: nn.Module, dense: nn.Module, ends: Sequence[str], batch: 
 
     Padded positions (an `attention_mask` of zeros) do not count.
     """
-    with torch.no_grad(), _watched(dense, ends) as expected:
-        target = call(dense, batch)
-    with _watched(model, ends) as found:
-        error = _relative(call(model, batch), target, batch)
-    return error + sum((_relative(found[name], expected[name], batch) for name in ends), torch.zeros(())) / len(ends)
+    with torch.no_grad(), watching(dense, ends) as expected:
+        target = batch.call(dense)
+    with watching(model, ends) as found:
+        error = relative_error(batch.call(model), target, batch)
+    pairs = [(found[name][-1].returned, expected[name][-1].returned) for name in ends]
+    return error + torch.stack([relative_error(ours, theirs, batch) for ours, theirs in pairs]).mean()
 
 
 @torch.no_grad()
@@ -229,36 +183,7 @@ def ends_of(model: nn.Module, chains: Sequence[Chain], batch: Batch) -> list[str
     """
     modules = [[owner(name)[0] for name in chain.layers] for chain in chains]
     around = [posixpath.commonpath([name.replace(".", "/") for name in names]).replace("/", ".") for names in modules]
-    with _watched(model, [name for name in around if name]) as found:
-        call(model, batch)
-    pairs = zip(around, modules, strict=True)
-    return list(dict.fromkeys(one if isinstance(found.get(one), Tensor) else names[-1] for one, names in pairs))
-
-
-def _relative(found: Tensor, expected: Tensor, batch: Batch) -> Tensor:
-    if expected.ndim > 2:
-        real = real_positions(batch, expected.shape[:-1])
-        found, expected = (value.flatten(0, -2)[real] for value in (found, expected))
-    return (found - expected).square().mean() / expected.var().clamp_min(1e-12)
-
-
-@contextmanager
-def _watched(model: nn.Module, names: Sequence[str]) -> Iterator[dict[str, Tensor]]:
-    """What some layers return while the model runs."""
-    found: dict[str, Tensor] = {}
-    handles = [
-        model.get_submodule(name).register_forward_hook(
-            lambda _, __, output, name=name: found.update({name: output[0] if isinstance(output, tuple) else output})
-        )
-        for name in names
-    ]
-    try:
-        yield found
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-@torch.no_grad()
-def _acting(model: nn.Module, name: str, gate: Gate) -> float:
-    return float(torch.count_nonzero(gate(weight_of(model, name))))
+    with watching(model, [name for name in around if name]) as calls:
+        batch.call(model)
+    usable = {name for name, own in calls.items() if own and isinstance(own[-1].returned, Tensor)}
+    return list(dict.fromkeys(one if one in usable else names[-1] for one, names in zip(around, modules, strict=True)))

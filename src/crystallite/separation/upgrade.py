@@ -18,15 +18,13 @@ from crystallite.annealing import nulls
 from crystallite.annealing.anneal import anneal
 from crystallite.core.errors import CrystalliteError, InvalidOption
 from crystallite.data.batch import Batch, batches, repeatable
-from crystallite.data.running import call
+from crystallite.data.positions import count_positions
 from crystallite.discovery.modules import Modules
 from crystallite.graph.trace import trace
 from crystallite.models.artifact import source_sha256
-from crystallite.separation.assignment import assign_by_explained_variance
-from crystallite.separation.blocks import clear_idle_, in_blocks
-from crystallite.separation.input_clusters import cluster_partition
-from crystallite.separation.modules import module_partition
-from crystallite.separation.partition import (
+from crystallite.partitioning.assignment import assign_by_explained_variance
+from crystallite.partitioning.input_clusters import cluster_partition
+from crystallite.partitioning.partition import (
     Chain,
     Partition,
     decorrelated_partition,
@@ -34,13 +32,16 @@ from crystallite.separation.partition import (
     joint_components,
     random_partition,
 )
+from crystallite.partitioning.weights import owner, parameter, weight_of
+from crystallite.reorganization.blocks import clear_idle_, in_blocks
+from crystallite.separation.modules import module_partition
 from crystallite.separation.readouts import readouts_for
-from crystallite.separation.refit import refit_, seen
+from crystallite.separation.refit import refit_
 from crystallite.separation.scale import balance_
 from crystallite.separation.straight_through import attach_, harden_
 from crystallite.separation.training import Epoch, Loss, Metric, Schedule, ends_of, train_
-from crystallite.separation.weights import owner, parameter, weight_of
 from crystallite.statistics.checkpoints import Checkpoints
+from crystallite.statistics.watching import layer_call
 
 __all__ = ["Upgrading", "upgrade"]
 
@@ -132,7 +133,7 @@ def upgrade(
     - `partition`: which neuron goes to which block. "regions" keeps inputs together that vary together, "spread" gives
       every block inputs of all kinds; "auto" takes regions where a layer that is not separated reads all blocks, and
       spreads inputs where an output can read one block only. Hidden neurons and outputs of linear layers follow: each
-      goes where it is told best (see `separation/assignment.py`). Also "random", or a `Partition`.
+      goes where most of its variance is explained (see `partitioning/assignment.py`). Also "random", or a `Partition`.
     - `checkpoint`: a folder for the state of the run; called again after an interruption, the run goes on from there
       to the result it would have had.
 
@@ -155,7 +156,7 @@ def upgrade(
     with torch.random.fork_rng(devices=[]):  # whoever calls keeps their random numbers
         torch.manual_seed(seed)
         batch = next(batches(data))
-        example = dict(batch.named) or batch.positional
+        example = batch.arguments
         dense, student = copy.deepcopy(model).eval(), copy.deepcopy(model).eval()
         found_or_given = modules is not None or isinstance(partition, Partition)
         if isinstance(partition, str):
@@ -170,7 +171,7 @@ def upgrade(
         initial = _initial(student)
         chosen = {parameter(name): _chosen(null, parameter(name), initial) for name in partition.layers}
         thresholds = {name: chosen[parameter(name)].threshold(level) for name in partition.layers}
-        balanced = balance_(student, trace(student, example), initial | chosen, lambda: call(student, batch))
+        balanced = balance_(student, trace(student, example), initial | chosen, lambda: batch.call(student))
         dense.load_state_dict(student.state_dict())  # the same function in the same units
         readouts = None if loss is None or block_loss == 0 else readouts_for(dense, partition, batch)
         if block_loss and readouts is None:
@@ -262,8 +263,7 @@ def _some(data: Any, chains: Sequence[Chain], blocks: int) -> list[Batch]:
     widest = max(size for chain in chains for size in chain.sizes.values())
     wanted, found, samples = max(_SAMPLES, 4 * -(-widest // blocks)), [], 0
     for batch in batches(data):
-        mask = batch.named.get("attention_mask")
-        samples += int(mask.sum()) if isinstance(mask, Tensor) else batch.size
+        samples += count_positions(batch)
         found.append(batch)
         if samples >= wanted:
             break
@@ -298,7 +298,7 @@ def _inputs_shared_out(
 def _features(model: nn.Module, name: str, batch: Batch) -> Tensor:
     """(rows, features) that a layer reads, some of them; the features of a convolution are its channels."""
     module = owner(name)[0]
-    x = seen(model, module, batch)[0]
+    x = layer_call(model, module, batch).inputs[0]
     x = x.data if isinstance(x, PackedSequence) else x
     by_features = isinstance(model.get_submodule(module), (nn.Linear, nn.RNNBase))
     rows = (x if by_features else x.movedim(1, -1)).flatten(0, -2)

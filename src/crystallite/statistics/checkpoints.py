@@ -1,4 +1,4 @@
-"""The state of an unfinished upgrade on disk: safetensors and JSON, whole or not there.
+"""The state of an unfinished training run on disk: safetensors and JSON, whole or not there.
 
 FOLDER/step-000000938/   state.safetensors   weights, the optimizer's tensors, the state of the random numbers
                          state.json          format, what the run is, step, history
@@ -52,10 +52,10 @@ class Checkpoints:
         return self._read(steps[-1]) if steps else None
 
     def _read(self, step: Path) -> State:
-        expand_recurrent = SourceFile.at(step / _RECORD)
-        stored = load_json(step / _RECORD, expand_recurrent.head(expand_recurrent.size), "checkpoint")
-        if stored.get("format") != "crystallite upgrade" or stored.get("version") != _VERSION:
-            raise CheckpointError(f"{step / _RECORD}: expected the state of an upgrade, version {_VERSION}")
+        file = SourceFile.at(step / _RECORD)
+        stored = load_json(step / _RECORD, file.head(file.size), "checkpoint")
+        if stored.get("format") != "crystallite training" or stored.get("version") != _VERSION:
+            raise CheckpointError(f"{step / _RECORD}: expected the state of a training run, version {_VERSION}")
         if stored.get("run") != self.run:
             kept = stored.get("run") or {}
             differs = [name for name in self.run if kept.get(name) != self.run[name]]
@@ -75,7 +75,7 @@ class Checkpoints:
         try:
             save_file({name: t.detach().cpu().contiguous().clone() for name, t in state.tensors.items()},
                       unfinished / _TENSORS)  # fmt: skip
-            written = {"format": "crystallite upgrade", "version": _VERSION, "run": self.run, "record": state.record}
+            written = {"format": "crystallite training", "version": _VERSION, "run": self.run, "record": state.record}
             (unfinished / _RECORD).write_text(json.dumps(written) + "\n")
             for file in (unfinished / _TENSORS, unfinished / _RECORD):
                 with file.open("rb") as stream:

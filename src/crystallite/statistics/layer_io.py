@@ -5,15 +5,15 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from crystallite.data.batch import Batch, run
+from crystallite.data.batch import Batch
 from crystallite.operators.conv import Convolution
+from crystallite.statistics.watching import LayerCall, watching
 
 __all__ = ["call_counts", "matrix_of", "read_rows", "set_layer_", "written_rows"]
 
@@ -31,8 +31,8 @@ def matrix_of(module: nn.Module) -> Tensor:
 @torch.no_grad()
 def set_layer_(module: Any, weight: Tensor, bias: Tensor) -> None:
     """Give a layer other numbers, in place; weight: (outputs, inputs)."""
-    stored_turned = not isinstance(module, (nn.Linear, Convolution))
-    module.weight.copy_(weight.T if stored_turned else weight.view(module.weight.shape))
+    transposed = not isinstance(module, (nn.Linear, Convolution))
+    module.weight.copy_(weight.T if transposed else weight.view(module.weight.shape))
     if module.bias is not None:
         module.bias.copy_(bias)
 
@@ -88,21 +88,17 @@ def call_counts(model: nn.Module, names: Iterable[str], batch: Batch) -> dict[st
     >>> call_counts(net, ["0", "2", "3"], Batch(0, 5, (torch.zeros(5, 1, 4),)))
     {'0': 2, '2': 1, '3': 1}
     """
-    found = dict.fromkeys(names, 0)
-
-    def counted(name: str) -> Callable[..., None]:
-        def hook(module: Any, inputs: Any, output: Any) -> None:
-            written = output[0] if isinstance(output, (tuple, list)) else output
-            written = getattr(written, "data", written)  # of a packed sequence
-            if isinstance(written, Tensor):
-                width = written.shape[-1] if not isinstance(module, Convolution) else module.out_channels
-                found[name] += written.numel() // max(width, 1)
-
-        return hook
-
-    with ExitStack() as hooks:
-        for name in found:
-            hooks.callback(model.get_submodule(name).register_forward_hook(counted(name)).remove)
-        run(model, batch)
+    with watching(model, names) as calls:
+        batch.run(model)
+    found = {name: sum(_positions(model.get_submodule(name), call) for call in own) for name, own in calls.items()}
     common = math.gcd(*found.values()) or 1
     return {name: count // common for name, count in found.items()}
+
+
+def _positions(module: nn.Module, call: LayerCall) -> int:
+    """How many rows a layer wrote in a call."""
+    written = getattr(call.returned, "data", call.returned)  # of a packed sequence
+    if not isinstance(written, Tensor):
+        return 0
+    width = module.out_channels if isinstance(module, Convolution) else written.shape[-1]
+    return written.numel() // max(width, 1)

@@ -1,10 +1,10 @@
-"""A model run in stretches: what its layers read and write, without running again what lies before them."""
+"""A model run in segments: what its layers read and write, without running again what lies before them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
@@ -13,13 +13,16 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from crystallite.core.errors import InvalidOption
-from crystallite.data.batch import Batch, run
+from crystallite.data.batch import Batch, evaluating
+from crystallite.data.outputs import equal_up_to_rounding, tensors
 from crystallite.operators.low_rank_recurrent import LowRankRecurrent
 from crystallite.statistics.layer_io import read_rows, written_rows
+from crystallite.statistics.watching import Enough, LayerCall, watching
 
-__all__ = ["ForwardPlan", "Seen", "observe", "outputs_of"]
+__all__ = ["Carry", "ForwardPlan", "Seen", "observe", "outputs_of"]
 
 _ADDITIONS = {"add", "add_", "__add__", "__iadd__", "__radd__"}
+Carry = tuple[Any, ...]  # what each boundary that is passed without running it returns, in their order
 
 
 @dataclass(frozen=True)
@@ -33,36 +36,63 @@ class Seen:
 
 @dataclass(frozen=True)
 class ForwardPlan:
-    """The stations of a model, modules that hand a value on from each to the next, and the layers of each stretch.
+    """The boundaries of a model, modules that each read what the one before returned, and the layers of each segment.
 
-    Stretch i is station i, with what comes before it for the first one; the last stretch is what follows all stations.
-    A stage is some layers of a stretch that read the same tensor, so that they can be fitted together.
+    Segment i is boundary i, with what comes before it for the first one; the last segment is what follows all
+    boundaries. A group is some layers of a segment that read the same tensor, so that they can be fitted together.
     """
 
     boundaries: tuple[str, ...]
-    segments: tuple[tuple[tuple[str, ...], ...], ...]  # stretch → stage → names of layers
+    segments: tuple[tuple[tuple[str, ...], ...], ...]  # segment → group → names of layers
     reused: frozenset[str]  # layers that run more than once in a call
     unused: frozenset[str]  # layers that do not run
+    carry_all: bool = False  # later code reads what earlier boundaries returned, not the last one alone
 
     @classmethod
     def of(cls, model: nn.Module, names: Sequence[str], batch: Batch) -> ForwardPlan:
-        """How the model passes through the named layers on this batch.
+        """How the model passes through the named layers on this batch, in evaluation mode.
+
+        Runs from each boundary are compared with a whole run: what the layers read and what the model returns must be
+        the same. If later code also reads what earlier boundaries returned (hidden states of all layers, a feature
+        pyramid, skips), these are kept for each batch; if the runs still differ, the model has no boundaries and is
+        always run whole.
 
         >>> net = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
         >>> found = ForwardPlan.of(net, ["0", "2"], Batch(0, 1, (torch.zeros(1, 2),)))
         >>> found.boundaries, found.segments
         (('0', '1', '2'), ((('0',),), (), (('2',),), ()))
         """
-        calls: list[tuple[str, Any, Any]] = []  # holding the tensors, so that none can take another's place
+        with evaluating(model):
+            trace = _Trace.of(model, names, batch)
+            plan = cls(trace.boundaries(model), (), trace.reused, trace.unused)
+            for found in (plan, replace(plan, carry_all=True)):
+                if _runs_like_the_whole(found, model, names, batch):
+                    break
+            else:
+                found = replace(plan, boundaries=())
+        return replace(found, segments=trace.segments(found.boundaries))
+
+
+@dataclass(frozen=True)
+class _Trace:
+    """The calls of layers and of modules in lists, in a whole run."""
+
+    names: Sequence[str]
+    chains: list[list[str]]  # names of the modules of each list
+    calls: list[tuple[str, Any, int]]  # name, what it read, how many calls had ended; in the order of their beginning
+    ended: list[tuple[str, Any]]  # name, what it returned
+
+    @classmethod
+    def of(cls, model: nn.Module, names: Sequence[str], batch: Batch) -> _Trace:
+        calls: list[tuple[str, Any, int]] = []  # holding the tensors, so that none can take another's place
         ended: list[tuple[str, Any]] = []
         # the layers of a recurrent module hand on their final states too
         inside = {f"{n}.layers".lstrip(".") for n, m in model.named_modules() if isinstance(m, LowRankRecurrent)}
-        chains = {
-            name: [f"{name}.{place}" if name else place for place in module._modules]
+        chains = [
+            [f"{name}.{place}" if name else place for place in module._modules]
             for name, module in model.named_modules()
             if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) > 1 and name not in inside
-        }
-        watched = dict.fromkeys([*names, *(child for chain in chains.values() for child in chain)])
+        ]
 
         def began(name: str) -> Callable[..., None]:
             return lambda module, inputs: calls.append((name, inputs[0] if inputs else None, len(ended)))
@@ -71,33 +101,51 @@ class ForwardPlan:
             return lambda module, inputs, output: ended.append((name, output))
 
         with ExitStack() as hooks:
-            for name in watched:
+            for name in dict.fromkeys([*names, *(child for chain in chains for child in chain)]):
                 module = model.get_submodule(name)
                 hooks.callback(module.register_forward_pre_hook(began(name)).remove)
                 hooks.callback(module.register_forward_hook(done(name)).remove)
-            run(model, batch)
-        starts: dict[str, list[Any]] = {}
-        for name, value, _ in calls:
-            starts.setdefault(name, []).append(value)
-        results = dict(ended)
-        sound = [chain for chain in chains.values() if _hands_on(chain, starts, results)]
+            batch.run(model)
+        return cls(names, chains, calls, ended)
+
+    @property
+    def starts(self) -> dict[str, list[Any]]:
+        """What each module read, call by call."""
+        found: dict[str, list[Any]] = {}
+        for name, value, _ in self.calls:
+            found.setdefault(name, []).append(value)
+        return found
+
+    @property
+    def reused(self) -> frozenset[str]:
+        starts = self.starts
+        return frozenset(name for name in self.names if len(starts.get(name, ())) > 1)
+
+    @property
+    def unused(self) -> frozenset[str]:
+        return frozenset(self.names) - self.starts.keys()
+
+    def boundaries(self, model: nn.Module) -> tuple[str, ...]:
+        """The list with most parameters of those whose modules hand a value on from each to the next."""
+        starts, results = self.starts, dict(self.ended)
+        sound = [chain for chain in self.chains if _hands_on(chain, starts, results)]
         sizes = [sum(p.numel() for child in chain for p in model.get_submodule(child).parameters()) for chain in sound]
-        boundaries = tuple(sound[sizes.index(max(sizes))]) if sound else ()
-        reused = frozenset(name for name in names if len(starts.get(name, ())) > 1)
-        unused = frozenset(name for name in names if name not in starts)
+        return tuple(sound[sizes.index(max(sizes))]) if sound else ()
+
+    def segments(self, boundaries: Sequence[str]) -> tuple[tuple[tuple[str, ...], ...], ...]:
+        """The layers of each segment, those together that read the same tensor one after the other."""
         segments: list[list[list[str]]] = [[] for _ in range(len(boundaries) + 1)]
-        place, before = 0, None
-        for name, value, ends in calls:
-            finished = {boundary for boundary, _ in ended[:ends]}
+        place, before, reused = 0, None, self.reused
+        for name, value, ends in self.calls:
+            finished = {boundary for boundary, _ in self.ended[:ends]}
             here = sum(boundary in finished for boundary in boundaries)
-            if name in names and name not in reused:
+            if name in self.names and name not in reused:
                 if here == place and segments[here] and value is before and value is not None:
                     segments[here][-1].append(name)
                 else:
                     segments[here].append([name])
                 place, before = here, value
-        plan = tuple(tuple(tuple(layer_group) for layer_group in segment) for segment in segments)
-        return cls(boundaries, plan, reused, unused)
+        return tuple(tuple(tuple(group) for group in segment) for segment in segments)
 
 
 def _hands_on(chain: Sequence[str], starts: Mapping[str, list[Any]], results: Mapping[str, Any]) -> bool:
@@ -112,12 +160,41 @@ def _first(output: Any) -> Any:
     return output[0] if isinstance(output, (tuple, list)) and output else output
 
 
-class _Arrived(Exception):
-    """Ends a run of a model that has shown all that was to be seen."""
+def _runs_like_the_whole(plan: ForwardPlan, model: nn.Module, names: Sequence[str], batch: Batch) -> bool:
+    """Whether runs from each boundary show and return what a whole run does, also when they are repeated.
+
+    A second run from the same values differs where the model writes into them in place.
+    """
+    with watching(model, names) as whole:
+        expected = tensors(batch.run(model))
+        read = {name: [_read(call) for call in calls] for name, calls in whole.items()}
+    carry: Carry = ()
+    for segment in range(len(plan.boundaries)):
+        _, carry = observe(model, batch, plan, segment, carry, (), lambda leading: torch.arange(0))
+        for _ in range(2):
+            try:
+                with watching(model, names) as calls:
+                    found = tensors(outputs_of(model, batch, plan, segment + 1, carry))
+            except Exception:  # whatever the model's code raises where it reads a value of another boundary
+                return False
+            if found.keys() != expected.keys() or not _same(list(found.values()), list(expected.values())):
+                return False
+            if any(calls[name] and not _same(list(map(_read, calls[name])), read[name]) for name in names):
+                return False
+    return True
+
+
+def _read(call: LayerCall) -> Any:
+    return call.inputs[0] if call.inputs else None
+
+
+def _same(found: Sequence[Any], expected: Sequence[Any]) -> bool:
+    pairs = [(a, b) for a, b in zip(found, expected, strict=False) if isinstance(b, Tensor)]
+    return len(found) == len(expected) and all(a.shape == b.shape and equal_up_to_rounding(a, b) for a, b in pairs)
 
 
 class _Additions(TorchFunctionMode):
-    """Tells what is added to tensors that were written by watched layers."""
+    """Reports what is added to tensors that were written by watched layers."""
 
     def __init__(self, added: Callable[[str, Tensor], None]) -> None:
         super().__init__()
@@ -143,12 +220,12 @@ class _Additions(TorchFunctionMode):
 
 
 @contextmanager
-def _entered(model: nn.Module, boundaries: Sequence[str], carry: Any) -> Iterator[None]:
-    """Stations that are passed without running them: the last one returns what was handed over."""
+def _passing(model: nn.Module, boundaries: Sequence[str], carry: Carry) -> Iterator[None]:
+    """Boundaries that are passed without running them: each returns what it is given here."""
     modules: list[Any] = [model.get_submodule(name) for name in boundaries]
     own = [vars(module).get("forward") for module in modules]
-    for module in modules:
-        module.forward = lambda *_, **__: carry  # nothing reads what the others return, as each reads the one before
+    for module, value in zip(modules, carry, strict=True):
+        module.forward = lambda *_, value=value, **__: value
     try:
         yield
     finally:
@@ -164,18 +241,18 @@ def observe(
     batch: Batch,
     plan: ForwardPlan,
     segment: int,
-    carry: Any,
+    carry: Carry,
     names: Sequence[str],
     rows: Callable[[torch.Size], Tensor],
     until: str | None = None,
-) -> tuple[dict[str, Seen], Any]:
-    """What the named layers of a stretch read and write, and what is then added to it; and what the station returns.
+) -> tuple[dict[str, Seen], Carry]:
+    """What the named layers of a segment read and write, what is then added to it, and the carry of the next segment.
 
-    handed: what the station before returned on this batch; rows: those to keep, by the shape of positions; until: a
-    layer before which the run ends, and then nothing is returned for the station. What it reads is seen too.
+    carry: what the boundaries before returned on this batch; rows: those to keep, by the shape of positions; until: a
+    layer before which the run ends, and then the carry is empty. What it reads is seen too.
     """
     found: dict[str, list[Any]] = {}
-    returned: Any = None
+    carried: Carry = ()
 
     def added(name: str, other: Tensor) -> None:
         found[name][2] = written_rows(model.get_submodule(name), other, rows)
@@ -190,14 +267,14 @@ def observe(
         return hook
 
     def arrive(module: nn.Module, inputs: Any, output: Any) -> None:
-        nonlocal returned
-        returned = output
-        raise _Arrived
+        nonlocal carried
+        carried = (*carry, output) if plan.carry_all else (output,) * (segment + 1)
+        raise Enough
 
     def arrive_before(module: nn.Module, inputs: tuple[Any, ...]) -> None:
         read = read_rows(module, inputs[0], rows)
         found[str(until)] = [read, read[:, :0], None]
-        raise _Arrived
+        raise Enough
 
     with ExitStack() as stack:
         for name in names:
@@ -207,17 +284,17 @@ def observe(
         elif segment < len(plan.boundaries):
             boundary = model.get_submodule(plan.boundaries[segment])
             stack.callback(boundary.register_forward_hook(arrive).remove)
-        stack.enter_context(_entered(model, plan.boundaries[:segment], carry))
+        stack.enter_context(_passing(model, plan.boundaries[:segment], carry))
         stack.enter_context(additions)
-        stack.enter_context(suppress(_Arrived))
-        run(model, batch)
+        stack.enter_context(suppress(Enough))
+        batch.run(model)
     missing = [name for name in names if name not in found]
     if missing:
         raise InvalidOption(f"{missing[0]}: runs on some batches of the calibration only; name it in ignore=")
-    return {name: Seen(*one) for name, one in found.items()}, returned
+    return {name: Seen(*one) for name, one in found.items()}, carried
 
 
-def outputs_of(model: nn.Module, batch: Batch, plan: ForwardPlan, segment: int, carry: Any) -> Any:
-    """What the model returns if it is run from a stretch on."""
-    with _entered(model, plan.boundaries[:segment], carry):
-        return run(model, batch)
+def outputs_of(model: nn.Module, batch: Batch, plan: ForwardPlan, segment: int, carry: Carry) -> Any:
+    """What the model returns if it is run from a segment on."""
+    with _passing(model, plan.boundaries[:segment], carry):
+        return batch.run(model)

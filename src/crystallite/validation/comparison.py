@@ -164,7 +164,7 @@ def _rows(original: Tensor, reorganized: Tensor, batch: Batch) -> Iterator[np.nd
         parts = [t[start : start + step] for t in pair]
         agreement = _agreement(parts[0], parts[1])
         a, b = (t.reshape(len(t), -1).cpu().double() for t in parts)  # (samples, numbers)
-        index = torch.arange(batch.first + start, batch.first + start + len(a))
+        index = torch.arange(batch.offset + start, batch.offset + start + len(a))
         largest = [t.max(1) for t in (a, b)]
         columns = [index, (b - a).norm(dim=1), a.norm(dim=1), b.norm(dim=1), (a * b).sum(1), agreement]
         columns += [part for m in largest for part in (m.indices, m.values)]

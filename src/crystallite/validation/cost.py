@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from crystallite.data.batch import Batch, run
+from crystallite.data.batch import Batch
 
 __all__ = ["Latency", "count_macs", "count_parameters", "measure_latency"]
 
@@ -63,7 +63,7 @@ def count_macs(model: nn.Module, batch: Batch) -> int:
 
         handles.append(module.register_forward_hook(hook))
     try:
-        run(model, batch)
+        batch.run(model)
     finally:
         for handle in handles:
             handle.remove()
@@ -107,7 +107,7 @@ def measure_latency(original: nn.Module, reorganized: nn.Module, batches: Sequen
             for turn in range(most):
                 for side, model in enumerate((original, reorganized)):
                     begun = time.perf_counter()
-                    run(model, batch)
+                    batch.run(model)
                     if torch.cuda.is_available():
                         torch.cuda.synchronize()
                     best[side] = min(best[side], time.perf_counter() - begun)

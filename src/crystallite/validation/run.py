@@ -13,7 +13,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from crystallite.core.errors import InvalidOption
-from crystallite.data.batch import Batch, batches, check_repeatable, repeatable, run
+from crystallite.data.batch import Batch, batches, check_repeatable, repeatable
 from crystallite.models.artifact import attach_verdict, load
 from crystallite.validation.comparison import Comparison, RunningComparison
 from crystallite.validation.cost import count_macs, count_parameters, measure_latency
@@ -127,9 +127,9 @@ class _Both:
                 for model, who in zip(self.models, ("the original", "the reorganized model"), strict=True):
                     check_repeatable(model, batch, who)
             with watch or nullcontext():
-                outputs = [run(model, batch) for model in self.models]
+                outputs = [batch.run(model) for model in self.models]
                 if dense is not None:
-                    run(dense, batch)
+                    batch.run(dense)
             self.comparison.add(batch, *outputs)
             for metric, output in zip(self.metrics or (), outputs, strict=False):
                 metric.add(batch, output)

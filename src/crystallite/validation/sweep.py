@@ -14,8 +14,8 @@ from tqdm import tqdm
 
 from crystallite.annealing import nulls
 from crystallite.core.errors import CrystalliteError, InvalidOption
-from crystallite.data.batch import Batch, batches, check_repeatable, equal_up_to_rounding, run
-from crystallite.data.outputs import tensors
+from crystallite.data.batch import Batch, batches, check_repeatable
+from crystallite.data.outputs import equal_up_to_rounding, tensors
 from crystallite.reorganization.rewrite import reorganize
 from crystallite.validation.annealed import BONFERRONI, AnnealedModel, LayerStructure
 from crystallite.validation.comparison import Comparison, RunningComparison
@@ -248,7 +248,7 @@ def _run_all(
             if first is None:
                 first = group[0]
                 check_repeatable(model, first, "the model")
-            expected = [run(model, batch) for batch in group]
+            expected = [batch.run(model) for batch in group]
             for batch, output in zip(group, expected, strict=True):
                 if metric is not None:
                     metric.add(batch, output)
@@ -256,7 +256,7 @@ def _run_all(
                 annealed.set_level(track.level, track.rule)
                 track.structures = track.structures or annealed.structures()
                 for batch, output in zip(group, expected, strict=True):
-                    found = run(annealed.model, batch)
+                    found = batch.run(annealed.model)
                     track.comparison.add(batch, output, found)
                     if track.metric is not None:
                         track.metric.add(batch, found)
@@ -266,7 +266,7 @@ def _run_all(
 
 
 def _check_equal(built: nn.Module, annealed: nn.Module, batch: Batch) -> None:
-    expected, found = tensors(run(annealed, batch)), tensors(run(built, batch))
+    expected, found = tensors(batch.run(annealed)), tensors(batch.run(built))
     for path, tensor in expected.items():
         if not equal_up_to_rounding(found[path], tensor):
             raise CrystalliteError(f"{path}: the reorganized model does not compute what the annealed one computes")

@@ -8,7 +8,7 @@ import numpy as np
 from scipy.linalg import eigh
 from torch import Tensor
 
-from crystallite.separation.partition import Chain, Partition, random_partition
+from crystallite.partitioning.partition import Chain, Partition, random_partition
 
 __all__ = ["cluster_partition"]
 

@@ -16,7 +16,7 @@ from crystallite.core.errors import InvalidOption
 from crystallite.graph.trace import Spaces, trace
 from crystallite.models.layers import find_units
 from crystallite.operators.recurrent_layer import GATES
-from crystallite.separation.weights import edges, owner
+from crystallite.partitioning.weights import edges, owner
 from crystallite.structure.decompose import decompose
 
 __all__ = [

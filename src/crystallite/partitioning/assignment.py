@@ -1,10 +1,8 @@
-"""Hidden neurons and outputs shared out to the blocks whose inputs tell most of them."""
+"""Hidden neurons and outputs shared out to the blocks whose inputs explain most of their variance."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
-from functools import partial
 
 import numpy as np
 import torch
@@ -12,8 +10,10 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
 
 from crystallite.data.batch import Batch
-from crystallite.data.running import call, real_positions
-from crystallite.separation.partition import Chain, Partition
+from crystallite.data.positions import real_positions
+from crystallite.partitioning.partition import Chain, Partition
+from crystallite.statistics.moments import Moments
+from crystallite.statistics.watching import watching
 
 __all__ = ["assign_by_explained_variance", "balanced_assignment", "explained_variance"]
 
@@ -22,34 +22,16 @@ _TINY = torch.finfo(torch.float32).tiny
 _LARGEST_EXACT = 4096  # elements: the best assignment takes their number squared of memory, and cubed of time
 
 
-class _Products:
-    """Sums over what a linear layer reads (x) and writes (t) on some batches."""
-
-    def __init__(self) -> None:
-        self.count, self.sums = 0, [torch.zeros((), dtype=torch.float64)] * 5
-
-    def add(self, x: Tensor, t: Tensor) -> None:
-        products = (x.sum(0), t.sum(0), x.T @ x, x.T @ t, t.square().sum(0))
-        self.sums = [old.to(new.device) + new for old, new in zip(self.sums, products, strict=True)]
-        self.count += len(x)
-
-    @property
-    def covariances(self) -> tuple[Tensor, Tensor, Tensor]:
-        """(inputs, inputs) of what is read, (inputs, outputs) with what is written, (outputs,) variances of that."""
-        x, t, xx, xt, tt = (one / self.count for one in self.sums)
-        return xx - torch.outer(x, x), xt - torch.outer(x, t), (tt - t.square()).clamp_min(0)
-
-
 def assign_by_explained_variance(partition: Partition, model: nn.Module, batches: Sequence[Batch]) -> Partition:
-    """The same inputs for every block, but hidden neurons and outputs where most of their variance is told.
+    """The same inputs for every block, but hidden neurons and outputs where most of their variance is explained.
 
-    In chains of linear layers, from the first to the last: how much of what the dense layer writes can be told from the
-    inputs of each block, by linear regression. Hidden neurons are weighed by what their readers make of them. Blocks
+    In chains of linear layers, from the first to the last: how much of what the dense layer writes the inputs of
+    each block explain, by linear regression. Hidden neurons are weighed by what their readers make of them. Blocks
     are of equal size (±1). Other chains stay as they are.
 
     Cost: a run of the model, a Gram matrix for each layer.
 
-    >>> from crystallite.separation.partition import find_chains
+    >>> from crystallite.partitioning.partition import find_chains
     >>> net = nn.Sequential(nn.Linear(4, 4, bias=False), nn.ReLU(), nn.Linear(4, 2))
     >>> with torch.no_grad():
     ...     _ = net[0].weight.copy_(torch.eye(4))
@@ -59,9 +41,9 @@ def assign_by_explained_variance(partition: Partition, model: nn.Module, batches
     [0, 1, 0, 1]
     """
     linear = [chain for chain in partition.chains if _is_linear(chain, model)]
-    seen = _products(model, [name for chain in linear for name in chain.layers], batches)
+    seen = _moments(model, [name for chain in linear for name in chain.layers], batches)
     labels = tuple(
-        _told(chain, own, model, seen, partition.blocks) if chain in linear else own
+        _assigned(chain, own, model, seen, partition.blocks) if chain in linear else own
         for chain, own in zip(partition.chains, partition.labels, strict=True)
     )
     return Partition(partition.blocks, partition.chains, labels)
@@ -72,39 +54,35 @@ def _is_linear(chain: Chain, model: nn.Module) -> bool:
 
 
 @torch.no_grad()
-def _products(model: nn.Module, names: Sequence[str], batches: Sequence[Batch]) -> dict[str, _Products]:
-    found = {name: _Products() for name in names}
+def _moments(model: nn.Module, names: Sequence[str], batches: Sequence[Batch]) -> dict[str, Moments]:
+    """Of what each layer reads and writes, without padding."""
+    found = {name: Moments(name) for name in names}
     for batch in batches if names else ():
-        with ExitStack() as hooks:
-            for name in names:
-                hook = partial(_keep, found[name], batch)
-                hooks.callback(model.get_submodule(name).register_forward_hook(hook).remove)
-            call(model, batch)
+        with watching(model, names) as calls:
+            batch.call(model)
+        for name, call in ((name, call) for name, own in calls.items() for call in own):
+            real = real_positions(batch, call.output.shape[:-1])
+            found[name].add(*(value.flatten(0, -2)[real].double() for value in (call.inputs[0], call.output)))
     return found
 
 
-def _keep(products: _Products, batch: Batch, _: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-    real = real_positions(batch, output.shape[:-1])
-    products.add(*(value.flatten(0, -2)[real].double() for value in (inputs[0], output)))
-
-
-def _told(
-    chain: Chain, labels: Mapping[str, np.ndarray], model: nn.Module, seen: Mapping[str, _Products], blocks: int
+def _assigned(
+    chain: Chain, labels: Mapping[str, np.ndarray], model: nn.Module, seen: Mapping[str, Moments], blocks: int
 ) -> Mapping[str, np.ndarray]:
     found = {group: own for group, own in labels.items() if group not in chain.writes.values()}
     for group in dict.fromkeys(chain.writes[name] for name in chain.layers):
         worth = _worth([name for name in chain.layers if chain.reads[name] == group], model, seen)
-        told = []
+        explained = []
         for name in chain.layers:
             if chain.writes[name] == group and chain.reads[name] in found:  # what is added later has followed the rest
                 own, cross, variance = seen[name].covariances
                 value = explained_variance(own, cross, found[chain.reads[name]], blocks)
-                told.append(value if worth is None else value * (worth / variance.clamp_min(_TINY))[:, None])
-        found[group] = balanced_assignment(sum(told[1:], told[0]).cpu().numpy(), blocks)
+                explained.append(value if worth is None else value * (worth / variance.clamp_min(_TINY))[:, None])
+        found[group] = balanced_assignment(sum(explained[1:], explained[0]).cpu().numpy(), blocks)
     return found
 
 
-def _worth(readers: Sequence[str], model: nn.Module, seen: Mapping[str, _Products]) -> Tensor | None:
+def _worth(readers: Sequence[str], model: nn.Module, seen: Mapping[str, Moments]) -> Tensor | None:
     """(neurons,) how much of what their readers write is theirs; None without readers."""
     squares = [model.get_parameter(f"{name}.weight").detach().double().square().sum(0) for name in readers]
     parts = [w * seen[name].covariances[0].diagonal() for name, w in zip(readers, squares, strict=True)]
@@ -117,12 +95,12 @@ def explained_variance(own: Tensor, cross: Tensor, labels: np.ndarray, blocks: i
     own: (inputs, inputs) covariances of the inputs; cross: (inputs, outputs).
     """
     own = own + _RIDGE * own.diagonal().mean().clamp_min(_TINY) * torch.eye(len(own)).to(own)
-    told = []
+    explained = []
     for block in range(blocks):
         inputs = torch.from_numpy(np.flatnonzero(labels == block)).to(own.device)
         root = torch.linalg.cholesky(own[inputs][:, inputs])
-        told.append(torch.linalg.solve_triangular(root, cross[inputs], upper=False).square().sum(0))
-    return torch.stack(told, 1)
+        explained.append(torch.linalg.solve_triangular(root, cross[inputs], upper=False).square().sum(0))
+    return torch.stack(explained, 1)
 
 
 def balanced_assignment(value: np.ndarray, blocks: int) -> np.ndarray:
