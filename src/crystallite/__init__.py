@@ -23,7 +23,6 @@ from crystallite.models.transformers_folder import register_reader as _register_
 from crystallite.monitoring import StructureMonitor
 from crystallite.operators.chain import BlockChain
 from crystallite.operators.conv import BlockConv
-from crystallite.operators.coupled import BorderedLinear, CoupledLinear
 from crystallite.operators.feed_forward import BlockFeedForward
 from crystallite.operators.linear import BlockLinear
 from crystallite.operators.low_rank_recurrent import LowRankRecurrent
@@ -50,10 +49,8 @@ __all__ = [
     "BlockFeedForward",
     "BlockLinear",
     "BlockRecurrent",
-    "BorderedLinear",
     "BorderedStructure",
     "CheckpointError",
-    "CoupledLinear",
     "CrystalliteError",
     "DirectedProfile",
     "DirectedStructure",

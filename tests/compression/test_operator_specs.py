@@ -6,12 +6,11 @@ import torch
 from torch import nn
 
 from crystallite.compression.operator_specs import FittedOperator, OperatorSpec, approximate
-from crystallite.operators.coupled import CoupledLinear
 from crystallite.operators.linear import BlockLinear
 from crystallite.operators.low_rank import LowRankLinear
 from tests.helpers.tolerance import assert_close
 
-HUBS = (  # outputs 9 to 11 read all inputs, all outputs read input 8
+SHARED = (  # outputs 9 to 11 read all inputs, all outputs read input 8
     (np.array([0, 2, 4, 6]), np.array([0, 1, 2, 3, 8])),
     (np.array([1, 3, 5, 7, 8]), np.array([4, 5, 6, 7, 8])),
     (np.array([9, 10, 11]), np.arange(9)),
@@ -25,8 +24,7 @@ CELLS = tuple((np.arange(i, 12, 3), np.arange(i, 9, 3)) for i in range(3))
         (OperatorSpec(), nn.Linear),
         (OperatorSpec(rank=3), LowRankLinear),
         (OperatorSpec(blocks=CELLS), BlockLinear),
-        (OperatorSpec(2, CELLS), CoupledLinear),
-        (OperatorSpec(blocks=HUBS, hubs=(3, 1)), BlockLinear),
+        (OperatorSpec(blocks=SHARED), BlockLinear),
     ],
 )
 @pytest.mark.parametrize("with_bias", [True, False])

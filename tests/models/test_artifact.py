@@ -13,6 +13,7 @@ from torch import nn
 import crystallite as cx
 from crystallite.models import artifact
 from crystallite.models.record import Fold, LayerChange, Reorganization
+from crystallite.operators.low_rank import LowRankLinear
 from tests.helpers.artifacts import edit_manifest, in_blocks, sequential_network
 from tests.helpers.planted.chain import planted
 from tests.helpers.planted.linear import pair
@@ -252,9 +253,8 @@ def test_encoders_run_the_same_kernels_when_loaded(tmp_path):
 
 def test_a_block_of_nested_blocks(tmp_path):
     _, blocks = pair("equal")
-    layer = cx.CoupledLinear.from_parts(blocks, torch.randn(60, 2), torch.randn(2, 84))
-    cx.save(nn.Sequential(layer), tmp_path / "a")
-    assert torch.equal(cx.load_block(tmp_path / "a", "0.blocks", 3).weight, blocks.weights[0][3])
+    cx.save(nn.Sequential(LowRankLinear(blocks, nn.Linear(blocks.out_features, 2))), tmp_path / "a")
+    assert torch.equal(cx.load_block(tmp_path / "a", "0.down", 3).weight, blocks.weights[0][3])
 
 
 def test_a_block_is_read_without_the_others(tmp_path):

@@ -5,10 +5,10 @@ import torch
 from torch import nn
 
 import crystallite as cx
-from crystallite.models.description import build, describe
+from crystallite.models.description import describe
+from crystallite.operators.low_rank import LowRankConv, LowRankLinear
 from tests.helpers.planted.chain import planted as planted_chain
 from tests.helpers.planted.conv import SETTINGS, SIZES, masked, signal
-from tests.helpers.planted.coupled import HUBS, bordered, coupled
 from tests.helpers.planted.feed_forward import CASES, INPUTS, dense_pair
 from tests.helpers.planted.linear import STRUCTURES, pair
 from tests.helpers.planted.recurrent import INPUT, MODES, flat
@@ -119,20 +119,16 @@ def test_recurrent_options(reloaded, mode, options, dtype):
     same(blocks, reloaded(blocks), torch.randn(4, 2, INPUT).to(dtype))
 
 
+@pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", ["equal", "dormant", "empty"])
-def test_coupled(reloaded, kind, dtype):
-    for rank, bias in ((0, True), (3, False)):
-        _, layer = coupled(kind, rank, dtype, bias)
-        assert describe(build(describe(layer), "")) == describe(layer)
-    same(layer, reloaded(layer), torch.randn(5, 84).to(dtype))
+def test_low_rank(reloaded, dtype, bias):
+    linear = LowRankLinear(nn.Linear(84, 3, False, dtype=dtype), nn.Linear(3, 60, bias, dtype=dtype))
+    same(linear, reloaded(linear), torch.randn(5, 84).to(dtype))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("hubs", HUBS)
-def test_bordered(reloaded, hubs, dtype):
-    _, layer = bordered("ragged", HUBS[hubs], dtype)
-    same(layer, reloaded(layer), torch.randn(5, 84).to(dtype))
+def test_low_rank_convolution(reloaded):
+    layer = LowRankConv(nn.Conv2d(3, 2, 3, stride=2, padding=1, bias=False), nn.Conv2d(2, 8, 1))
+    same(layer, reloaded(layer), torch.randn(2, 3, 9, 9))
 
 
 def test_networks_of_usual_modules(reloaded):

@@ -7,7 +7,6 @@ from torch import nn
 
 import crystallite as cx
 from crystallite.separation.lora import lora_for_blocks
-from crystallite.structure.hubs import BorderedStructure
 from tests.helpers.tolerance import assert_close
 
 peft = pytest.importorskip("peft")
@@ -27,23 +26,17 @@ def plain(weight, bias):
     return cx.BlockLinear.from_dense(weight, bias, found), found.blocks
 
 
-def coupled(weight, bias):
-    """The coupling is no part of what an adapter changes."""
-    layer, parts = plain(weight, bias)
-    return cx.CoupledLinear.from_parts(layer, torch.randn(10, 2), torch.randn(2, 8)), parts
+def shared(weight, bias):
+    """Blocks that share an input."""
+    weight[:, 5] = torch.where(weight.any(1), torch.randn(10), 0.0)
+    parts = [
+        (rows, np.unique(np.append(columns, 5)))
+        for rows, columns in cx.decompose(weight * (torch.arange(8) != 5)).blocks
+    ]
+    return cx.BlockLinear.from_blocks(weight, bias, parts), parts
 
 
-def bordered(weight, bias):
-    """An output that reads everything, and an input that everything reads."""
-    weight[3], weight[:, 5] = torch.randn(8), torch.randn(10)
-    inner = weight.clone()
-    inner[3], inner[:, 5] = 0, 0
-    found = BorderedStructure(np.array([3]), np.array([5]), cx.decompose(inner), True)
-    parts = [(rows, np.append(columns, 5)) for rows, columns in found.structure.blocks]
-    return cx.BorderedLinear.from_dense(weight, bias, found), [*parts, (np.array([3]), np.arange(8))]
-
-
-@pytest.fixture(params=[plain, coupled, bordered])
+@pytest.fixture(params=[plain, shared])
 def blocks(request):
     """Two blocks of different sizes, scrambled, with a dormant output and an input that nobody reads.
 

@@ -12,9 +12,7 @@ from torch import Tensor, nn
 
 from crystallite.compression.allocation import Allocation
 from crystallite.compression.groups import NeuronGroup
-from crystallite.compression.hubs import with_hubs
-from crystallite.compression.operator_specs import FittedOperator, OperatorSpec
-from crystallite.compression.partitions import best_cells
+from crystallite.compression.operator_specs import FittedOperator
 from crystallite.compression.pruning import eliminate
 from crystallite.compression.sequential import fitted_operator
 from crystallite.compression.session import Session
@@ -50,14 +48,13 @@ class Chooser:
     def __call__(self, name: str, regression: Regression, samples: int) -> FittedOperator:
         left, spec = self.allocation.kept(name), self.allocation.spec(name)
         if left is None:
-            return fitted_operator(regression, self._settled(spec, regression, regression))
+            return fitted_operator(regression, spec)
         kept, _ = eliminate(regression, [left], self.allocation.width(name))[left]
         inner, inputs, numbers = regression.restricted(kept), len(regression.metric), kept.cpu().numpy()
         place = np.full(inputs, -1)
         place[numbers] = np.arange(len(kept))
         cells = tuple((rows, place[columns][place[columns] >= 0]) for rows, columns in spec.blocks)
-        settled = self._settled(spec, regression, inner) if spec.provisional else replace(spec, blocks=cells)
-        form = fitted_operator(inner, settled)
+        form = fitted_operator(inner, replace(spec, blocks=cells))
         whole = tuple((rows, numbers[columns]) for rows, columns in form.spec.blocks)
         return replace(
             form,
@@ -66,16 +63,6 @@ class Chooser:
             down=None if form.down is None else _spread(form.down, kept, inputs),
             kept=kept,
         )
-
-    def _settled(self, spec: OperatorSpec, regression: Regression, inner: Regression) -> OperatorSpec:
-        """The best blocks where they are provisional; inner: the regression from those inputs that are left."""
-        if not spec.provisional:
-            return spec
-        cells = best_cells(inner, spec.n_blocks, self.session.seed)
-        if not any(spec.hubs):
-            return OperatorSpec(spec.rank, cells)
-        outputs, inputs = regression.weight.shape
-        return with_hubs(inner, cells, spec.macs(outputs, len(inner.metric), (outputs, inputs)), most=spec.hubs)
 
 
 def _spread(matrix: Tensor, columns: Tensor, size: int) -> Tensor:

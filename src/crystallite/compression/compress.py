@@ -288,7 +288,7 @@ class _Fitting:
             if name in recurrent:
                 result = collapse_recurrent(result, name)
             became = describe_forms({part: (operators[part], left[part]) for part in parts}, session)
-            blocks = max(operators[part].spec.n_blocks or 1 for part in parts)
+            blocks = max(len(operators[part].spec.blocks) or 1 for part in parts)
             changes[name] = self._change(name, became, result.get_submodule(name), blocks)
         _check_equal(result, student, session)
         more: dict[str, Any] = {"budget": budget, "objective": self.objective, "fragile": sensitive(allocation)}

@@ -1,4 +1,4 @@
-"""What a layer may become: dense, of low rank, blocks, or blocks joined by a channel of low rank or by hubs."""
+"""What a layer may become: dense, of low rank, or blocks."""
 
 from __future__ import annotations
 
@@ -11,62 +11,37 @@ import torch
 from torch import Tensor, nn
 
 from crystallite.operators.conv import Convolution
-from crystallite.operators.coupled import CoupledLinear
 from crystallite.operators.linear import BlockLinear
 from crystallite.operators.low_rank import LowRankConv, LowRankLinear
 
 __all__ = ["Blocks", "FittedOperator", "OperatorSpec", "approximate", "block_weights", "low_rank_factors"]
 
-_ROUNDS = 4  # of alternating least squares between blocks and the coupling channel
 Blocks = tuple[tuple[np.ndarray, np.ndarray], ...]  # (rows, columns) of each block; a row is in one of them at most
 
 
 @dataclass(frozen=True)
 class OperatorSpec:
-    """What a layer shall be: the blocks it keeps and the rank beside them. No blocks and no rank: dense.
-
-    Hubs join blocks: a hub input is a column of every cell, and all hub outputs together are one more cell, with all
-    columns. So a layer with hubs is made of blocks that share columns.
-    """
+    """What a layer shall be: of a rank, or the blocks it keeps. Neither: dense."""
 
     rank: int = 0
     blocks: Blocks = ()
-    provisional: bool = False  # any cells of these sizes will do: better ones are looked for when the layer is fitted
-    hubs: tuple[int, int] = (0, 0)  # outputs that read all inputs, inputs that all outputs read
-    triangular: bool = False  # each block also reads what those before it read
-
-    @property
-    def n_blocks(self) -> int:
-        """How many blocks there are beside the hub outputs."""
-        return len(self.blocks) - bool(self.hubs[0])
 
     def macs(self, outputs: int, inputs: int, total: tuple[int, int]) -> int:
-        """Multiply-adds where this many of `total` (outputs, inputs) are left; at most, as hubs are the last to go."""
-        coupling = self.rank * (outputs + inputs)
+        """Multiply-adds where this many of `total` (outputs, inputs) are left."""
+        if self.rank:
+            return self.rank * (outputs + inputs)
         if not self.blocks:
-            return coupling if self.rank else outputs * inputs
-        inside = sum(len(rows) * len(columns) for rows, columns in self.blocks) - _border(*self.hubs, *total)
-        others = [max(0, left - hubs) for left, hubs in zip((outputs, inputs), self.hubs, strict=True)]
-        before = [max(1, size - hubs) for size, hubs in zip(total, self.hubs, strict=True)]
-        border = _border(outputs - others[0], inputs - others[1], outputs, inputs)
-        return round(inside * others[0] * others[1] / (before[0] * before[1])) + border + coupling
+            return outputs * inputs
+        inside = sum(len(rows) * len(columns) for rows, columns in self.blocks)
+        return round(inside * outputs * inputs / (total[0] * total[1]))
 
     def __str__(self) -> str:
-        names = [f"{self.n_blocks} {'triangular ' * self.triangular}blocks"] * bool(self.blocks)
-        names += [f"rank {self.rank}"] * bool(self.rank)
-        for count, kind in zip(self.hubs, ("output", "input"), strict=True):
-            names += [f"{count} hub {kind}{'s' * (count > 1)}"] * bool(count)
-        return " + ".join(names) or "dense"
-
-
-def _border(hub_outputs: int, hub_inputs: int, outputs: int, inputs: int) -> int:
-    """Multiply-adds of hubs."""
-    return hub_outputs * inputs + (outputs - hub_outputs) * hub_inputs
+        return f"rank {self.rank}" if self.rank else f"{len(self.blocks)} blocks" if self.blocks else "dense"
 
 
 @dataclass(frozen=True)
 class FittedOperator:
-    """A fitted layer: its weight as one matrix and, for a coupling or a low rank, the factors."""
+    """A fitted layer: its weight as one matrix and, for a low rank, the factors."""
 
     spec: OperatorSpec
     weight: Tensor  # (outputs, inputs) float64, the whole of it
@@ -86,15 +61,7 @@ class FittedOperator:
         own: Tensor = like.weight  # type: ignore[assignment]
         bias = self.bias.to(own) if getattr(like, "bias", None) is not None else None
         if self.spec.blocks:
-            coupling = 0 if self.up is None or self.down is None else self.up @ self.down
-            blocks = self._blocks(self.weight - coupling, rows, columns, bias, own, embedded)
-            if self.up is None or self.down is None:
-                return blocks
-            up, down = self.up[rows], self.down[:, columns]
-            if embedded:
-                up = torch.zeros_like(self.up).index_copy(0, rows, up)
-                down = torch.zeros_like(self.down).index_copy(1, columns, down)
-            return CoupledLinear.from_parts(blocks, up.to(own), down.to(own))
+            return self._blocks(self.weight, rows, columns, bias, own, embedded)
         if self.up is None or self.down is None:
             return _part(self.weight.to(own), bias, rows, columns, embedded)
         ranks, mixed = torch.arange(self.spec.rank), _mixing(self.spec.rank).to(self.down)
@@ -219,10 +186,4 @@ def approximate(weight: Tensor, metric: Tensor, spec: OperatorSpec) -> tuple[Ten
             return weight, None, None
         up, down = low_rank_factors(weight, metric, spec.rank)
         return up @ down, up, down
-    blocks = block_weights(weight, metric, spec.blocks)
-    if not spec.rank:
-        return blocks, None, None
-    for _ in range(_ROUNDS):
-        up, down = low_rank_factors(weight - blocks, metric, spec.rank)
-        blocks = block_weights(weight - up @ down, metric, spec.blocks)
-    return blocks + up @ down, up, down
+    return block_weights(weight, metric, spec.blocks), None, None

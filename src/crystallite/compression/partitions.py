@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
-import torch
 from scipy.cluster.hierarchy import leaves_list, linkage
 
 from crystallite.compression.operator_specs import Blocks, block_weights
@@ -13,7 +12,7 @@ from crystallite.partitioning.assignment import balanced_assignment, explained_v
 from crystallite.partitioning.coclustering import cocluster
 from crystallite.statistics.regression import Regression
 
-__all__ = ["best_cells", "triangular_cells"]
+__all__ = ["best_cells"]
 
 _DRAWS, _FEW_DRAWS = 12, 3  # random partitions of each kind that are tried; few for large matrices
 _LARGE = 2**20  # weights of a matrix; in larger ones no modules are looked for
@@ -32,38 +31,6 @@ def best_cells(regression: Regression, blocks: int, seed: int) -> Blocks:
     weights = (block_weights(regression.own, regression.metric, cells) for cells in found)
     errors = [regression.error(regression.whiten(weight)) for weight in weights]
     return found[int(np.argmin(errors))]
-
-
-def triangular_cells(regression: Regression, groups: int) -> Blocks:
-    """Equal groups of hidden units, each of which reads its own states and those of the groups before it.
-
-    Units are sorted by how much more they are heard than they hear, then swapped as long as less is heard against the
-    order: Σ w²·E[h²] over gates, weighed by what these matter. O(hidden²) for each of up to `hidden` swaps.
-    """
-    metric, weight = regression.metric, regression.own
-    units = len(metric)
-    matters = (
-        torch.ones_like(weight[:, :1])
-        if regression.output_factor is None
-        else (regression.output_factor**2).sum(1, keepdim=True)
-    )
-    heard = (matters * weight**2 * metric.diagonal()).view(-1, units, units).sum(0).fill_diagonal_(0)  # (by, from)
-    group = torch.empty(units, dtype=torch.int64, device=heard.device)
-    group[(heard.sum(1) - heard.sum(0)).argsort()] = torch.arange(units, device=heard.device) * groups // units
-    for _ in range(units):
-        member = torch.nn.functional.one_hot(group, groups).to(heard)
-        hears, tells = heard @ member, heard.T @ member  # (units, groups)
-        against = hears.sum(1, keepdim=True) - hears.cumsum(1) + tells.cumsum(1) - tells  # if it were in each group
-        moved = against[:, group] - against.gather(1, group[:, None])
-        change = (moved + moved.T + heard + heard.T).masked_fill_(group[:, None] == group, 0)
-        first, second = divmod(int(change.argmin()), units)
-        if change[first, second] > -torch.finfo(torch.float32).eps * heard.sum():
-            break
-        group[[first, second]] = group[[second, first]]
-    order, gates = group.cpu().numpy(), np.arange(len(weight) // units)[:, None] * units
-    return tuple(
-        ((gates + np.flatnonzero(order == number)).ravel(), np.flatnonzero(order <= number)) for number in range(groups)
-    )
 
 
 def _input_labels(regression: Regression, blocks: int, seed: int) -> Iterator[np.ndarray]:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
-import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
@@ -14,18 +12,16 @@ from tqdm import tqdm
 from crystallite.compression.allocation import LayerCurve, NeuronCurve, falling
 from crystallite.compression.groups import NeuronGroup
 from crystallite.compression.heads import order_head_numbers_
-from crystallite.compression.hubs import own_shape, with_hubs
 from crystallite.compression.influence import influence
-from crystallite.compression.operator_specs import Blocks, OperatorSpec, approximate, low_rank_factors
-from crystallite.compression.partitions import triangular_cells
+from crystallite.compression.operator_specs import OperatorSpec, approximate, low_rank_factors
 from crystallite.compression.pruning import eliminate
-from crystallite.compression.recurrent import reads_own_states
 from crystallite.compression.session import LayerGroupMoments, Session
 from crystallite.operators.conv import Convolution
 from crystallite.statistics.layer_io import matrix_of, set_layer_
 from crystallite.statistics.observer import Carry, outputs_of
 from crystallite.statistics.output_error import output_error
 from crystallite.statistics.regression import Regression
+from crystallite.structure.decompose import decompose
 
 __all__ = ["probe"]
 
@@ -33,9 +29,7 @@ _STEPS = 16  # sizes of each family
 _RANKS_ONLY = 64  # of a layer that has no other family
 _SAMPLES = 64  # held-out samples on which the output error is measured
 _PROBED = 0.05  # error of the layer at which it is measured
-_BLOCKS = (2, 4, 8)
-_BORDERS = (0.125, 0.5)  # multiply-adds of hubs, as shares of the blocks'
-_PROMISING = 1.5  # blocks with more than this times the error of a low rank at the same cost are not looked at further
+_FULL = 0.9  # of the weights nonzero: no blocks worth looking for
 
 Factors = tuple[Tensor, Tensor]  # (outputs, ranks) and (ranks, inputs), best first
 
@@ -75,7 +69,7 @@ def probe(
                 factors = low_rank_factors(regression.weight, regression.metric)
                 module = session.units[name].module
                 own = None if isinstance(module, Convolution) or name in session.uncut else matrix_of(module)
-                options = _layer_options(regression, factors, session.seed, own, reads_own_states(session.dense, name))
+                options = _layer_options(regression, factors, own)
                 sensitivity = probe_data.sensitivity(name, regression, factors, options, segment, carry)
                 choices = ((spec, sensitivity * error) for spec, error in options)
                 layers[name] = LayerCurve(size, ((OperatorSpec(), 0.0), *choices), session.call_counts.get(name, 1))
@@ -93,59 +87,23 @@ def _sizes(largest: float, steps: int = _STEPS) -> list[int]:
     return sorted((size for size in found if size), reverse=True)
 
 
-def _layer_options(
-    regression: Regression, factors: Factors, seed: int, own: Tensor | None, of_states: bool
-) -> list[tuple[OperatorSpec, float]]:
-    """Shapes of fewer multiply-adds than the dense layer has, each with the layer's held-out error.
+def _layer_options(regression: Regression, factors: Factors, own: Tensor | None) -> list[tuple[OperatorSpec, float]]:
+    """What needs fewer multiply-adds than the dense layer, each with the layer's held-out error.
 
-    own: the weight of a layer that may be cut into blocks; of_states: it reads what it writes itself, a step before.
+    own: the weight of a layer that may become blocks: those that its nonzeros form already. Blocks that cut something
+    lose to a low rank at the same cost on every network measured (docs/compression.md); `blocks=` makes them.
     """
-    weight, metric = regression.weight, regression.metric
-    outputs, inputs = weight.shape
+    outputs, inputs = regression.weight.shape
     errors, even = regression.rank_errors(*factors), outputs * inputs / (outputs + inputs)  # a rank that saves nothing
     ranks = [r for r in _sizes(even, _RANKS_ONLY if own is None else _STEPS) if r <= len(errors)]
     found = [(OperatorSpec(rank), error) for rank, error in falling([(r, errors[r - 1]) for r in ranks])]
-
-    def add(spec: OperatorSpec) -> float:
-        error = regression.error(regression.whiten(approximate(regression.own, metric, spec)[0]))
-        found.append((spec, error))
-        return error
-
-    def promising(spec: OperatorSpec) -> bool:
-        same_cost = max(1, int(spec.macs(outputs, inputs, (outputs, inputs)) / (outputs + inputs)))
-        return add(spec) < _PROMISING * errors[same_cost - 1]
-
-    if of_states:
-        for groups in _BLOCKS:
-            if inputs < 8 * groups or not promising(
-                OperatorSpec(0, triangular_cells(regression, groups), triangular=True)
-            ):
-                break
-    if own is None:
-        return found
-    planted = own_shape(own)
-    if planted is not None:
-        add(planted)
-    for blocks in _BLOCKS:
-        if min(outputs, inputs) < 8 * blocks:
-            break
-        cells, alone = _any_cells(outputs, inputs, blocks, seed), outputs * inputs / blocks
-        costs = [alone * (1 + border) for border in _BORDERS]
-        joined = promising(replace(with_hubs(regression, cells, costs[-1], rounds=1), provisional=True))
-        for macs in costs if joined else ():
-            add(replace(with_hubs(regression, cells, macs), provisional=True))
-        if promising(OperatorSpec(0, cells, provisional=True)):
-            add(OperatorSpec(max(1, int(even / blocks) // 2), cells, provisional=True))
-        elif not joined:
-            break
+    if own is not None and torch.count_nonzero(own) <= _FULL * own.numel():
+        structure = decompose(own, name="weight")
+        if structure.n_blocks > 1:
+            spec = OperatorSpec(0, tuple(structure.blocks))
+            weight = approximate(regression.own, regression.metric, spec)[0]
+            found.append((spec, regression.error(regression.whiten(weight))))
     return found
-
-
-def _any_cells(outputs: int, inputs: int, blocks: int, seed: int) -> Blocks:
-    """A partition that is quick to have; if blocks are chosen for the layer, a better one is looked for."""
-    rng = np.random.default_rng(seed)
-    rows, columns = (rng.permutation(np.arange(size) % blocks) for size in (outputs, inputs))
-    return tuple((np.flatnonzero(rows == b), np.flatnonzero(columns == b)) for b in range(blocks))
 
 
 def _neuron_options(regression: Regression, hidden: NeuronGroup) -> list[tuple[int, float]]:

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 from crystallite.models.layers import Unit
 from crystallite.models.swap import put_
-from crystallite.operators.linear import BlockLinear
 from crystallite.operators.low_rank_recurrent import LowRankRecurrent, LowRankRecurrentLayer
-from crystallite.operators.recurrent_layer import BlockRecurrentLayer, Steps
+from crystallite.operators.recurrent_layer import Steps
 
 __all__ = ["ExpandedLayer", "collapse_recurrent", "expand_recurrent", "inner_units", "reads_own_states", "step_by_step"]
 
@@ -94,25 +93,18 @@ def expand_recurrent(
 
 
 def collapse_recurrent(model: nn.Module, name: str) -> nn.Module:
-    """The model, in place, with PyTorch's own module where no product of the recurrent one has become smaller.
-
-    Blocks of states become a Frobenius form: what a block hears from others is then one product over all steps.
-    """
+    """The model, in place, with PyTorch's own module where no product of the recurrent one has become smaller."""
     module: Any = model.get_submodule(name)
-    for part in module.parts():
-        if isinstance(part.recurrent, BlockLinear):
-            states = part.recurrent
-            part.recurrent = BlockRecurrentLayer.of_states(part.mode, states.weight, states.bias)
-    if any(part.form or any(part.ranks) for part in module.parts()):
+    if any(any(part.ranks) for part in module.parts()):
         return model
     return put_(model, name, module.to_dense())
 
 
-def inner_units(unit: Unit, expand_recurrent: nn.Module) -> list[Unit]:
-    """The products of a recurrent unit of an opened model, as linear units; any other unit as it is."""
+def inner_units(unit: Unit, expanded: nn.Module) -> list[Unit]:
+    """The products of a recurrent unit of an expanded model, as linear units; any other unit as it is."""
     if unit.kind != "recurrent":
         return [unit]
-    network: Any = expand_recurrent.get_submodule(unit.name)
+    network: Any = expanded.get_submodule(unit.name)
     prefix = f"{unit.name}." if unit.name else ""
     return [
         Unit(f"{prefix}layers.{i}.{kind}", getattr(part, kind), "linear")

@@ -24,7 +24,6 @@ from crystallite.core.errors import CrystalliteError, InvalidOption
 from crystallite.data.batch import Batch, batches, evaluating
 from crystallite.data.outputs import ROUNDING, tensors
 from crystallite.models.swap import put_
-from crystallite.operators.coupled import CoupledLinear
 from crystallite.operators.linear import BlockLinear
 
 __all__ = ["Exported", "export"]
@@ -156,15 +155,13 @@ class _Plain(nn.Module):
 
 
 def _with_plain_layers(model: nn.Module) -> nn.Module:
-    """A copy of the model in which layers of blocks are plain layers, if they are not part of an operator.
+    """A copy of the model in which layers of blocks are plain layers.
 
     One for each block; one with zeros between the blocks where bringing numbers in order would take longer than that.
     """
     model = copy.deepcopy(model)
     for name, module in list(model.named_modules()):
-        around = model.get_submodule(name.rpartition(".")[0]) if name else None
-        whole = not isinstance(around, CoupledLinear)
-        if isinstance(module, BlockLinear) and len(module.weights) and whole:
+        if isinstance(module, BlockLinear) and len(module.weights):
             moved = sum(len(table) for table in (module.columns, module.outputs) if table is not None)
             spared = module.out_features * module.in_features - sum(stack.numel() for stack in module.weights)
             apart = not name or spared > _MOVED * moved  # a model that is one layer keeps the name of its input

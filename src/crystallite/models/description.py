@@ -23,7 +23,6 @@ from crystallite.core.errors import CheckpointError, CrystalliteError
 from crystallite.models.swap import put_
 from crystallite.operators.chain import BlockChain
 from crystallite.operators.conv import BlockConv
-from crystallite.operators.coupled import BorderedLinear, CoupledLinear
 from crystallite.operators.feed_forward import BlockFeedForward
 from crystallite.operators.linear import BlockLinear
 from crystallite.operators.low_rank import LowRankConv, LowRankLinear
@@ -35,8 +34,8 @@ __all__ = ["OPERATORS", "build", "check_indices", "describe", "describe_parts", 
 OPERATORS: dict[str, Any] = {
     cls.__name__: cls
     for cls in (
-        BlockChain, BlockConv, BlockFeedForward, BlockLinear, BlockRecurrent, BorderedLinear, CoupledLinear,
-        LowRankConv, LowRankLinear, LowRankRecurrent,
+        BlockChain, BlockConv, BlockFeedForward, BlockLinear, BlockRecurrent, LowRankConv, LowRankLinear,
+        LowRankRecurrent,
     )
 }  # fmt: skip
 

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 from crystallite.core.errors import InvalidOption
 from crystallite.core.parallel import compiled
-from crystallite.operators.frobenius import FrobeniusForm
 from crystallite.operators.low_rank import LowRankLinear
-from crystallite.operators.recurrent_layer import GATES, BlockRecurrentLayer, Steps, run_native
+from crystallite.operators.recurrent_layer import GATES, Steps, run_native
 from crystallite.operators.recurrent_stack import RecurrentStack
 from crystallite.operators.runtime import recurrent_kernels as kernels
 from crystallite.operators.runtime.engine import can_run_compiled
@@ -28,8 +27,8 @@ class LowRankRecurrent(RecurrentStack):
     """A recurrent network with smaller products: the drop-in for `nn.RNN`, `nn.GRU` and `nn.LSTM`.
 
     Each layer and direction multiplies its inputs, and its states, by one matrix for all gates: an `nn.Linear`, or two
-    of low rank; that of the states may be in Frobenius form instead. Input, initial states, outputs and final states
-    are those of the module replaced, packed sequences included. Products with inputs are one for the whole sequence.
+    of low rank. Input, initial states, outputs and final states are those of the module replaced, packed sequences
+    included. Products with inputs are one for the whole sequence.
     With gradients, or on other devices and dtypes than float32 and float64 on the CPU, the factors are multiplied and
     PyTorch's own kernels run: the same function, but states then cost what they cost in the dense module.
 
@@ -56,19 +55,16 @@ class LowRankRecurrent(RecurrentStack):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         layer: type[LowRankRecurrentLayer] | None = None,
-        forms: Sequence[FrobeniusForm | None] | None = None,
     ) -> None:
         """ranks: for inputs and for states of each layer and direction, forward before backward; 0: a full matrix.
 
         layer: what each of them is made of, by default a `LowRankRecurrentLayer`.
-        forms: of the products with states that are in Frobenius form, None for others; their rank does not count.
         """
         super().__init__(mode, input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional)
         sizes = self._input_sizes("ranks", ranks)
         make = LowRankRecurrentLayer if layer is None else layer
         self.layers = nn.ModuleList(
-            make(mode, size, hidden_size, *pair, bias, device, dtype, form)
-            for size, pair, form in zip(sizes, ranks, forms or [None] * len(sizes), strict=True)
+            make(mode, size, hidden_size, *pair, bias, device, dtype) for size, pair in zip(sizes, ranks, strict=True)
         )
 
     @classmethod
@@ -97,16 +93,14 @@ class LowRankRecurrent(RecurrentStack):
         return result.train(module.training)
 
     def describe(self) -> dict[str, Any]:
-        """Sizes, settings, ranks and forms, without weights."""
-        forms = [None if part.form is None else part.form.describe() for part in self.parts()]
-        return self.settings() | {"ranks": [list(part.ranks) for part in self.parts()], "forms": forms}
+        """Sizes, settings and ranks, without weights."""
+        return self.settings() | {"ranks": [list(part.ranks) for part in self.parts()]}
 
     @classmethod
     def from_description(cls, description: dict[str, Any]) -> LowRankRecurrent:
         """A network of these sizes, not filled."""
         ranks = [(int(inputs), int(states)) for inputs, states in description["ranks"]]
-        forms = [None if form is None else FrobeniusForm.from_description(form) for form in description["forms"]]
-        return cls(**description | {"ranks": ranks, "forms": forms})
+        return cls(**description | {"ranks": ranks})
 
     def parts(self) -> list[LowRankRecurrentLayer]:
         """Each layer and direction."""
@@ -126,41 +120,25 @@ class LowRankRecurrent(RecurrentStack):
 
 
 class LowRankRecurrentLayer(nn.Module):
-    """One layer in one direction: `input` and `recurrent`, each an `nn.Linear` to all gates or two of low rank.
-
-    `recurrent` may be a `BlockRecurrentLayer` without inputs.
-    """
+    """One layer in one direction: `input` and `recurrent`, each an `nn.Linear` to all gates or two of low rank."""
 
     def __init__(
         self, mode: str, inputs: int, hidden: int, input_rank: int = 0, recurrent_rank: int = 0, bias: bool = True,
-        device: torch.device | str | None = None, dtype: torch.dtype | None = None, form: FrobeniusForm | None = None,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         self.mode, self.inputs, self.hidden, self.gates = mode, inputs, hidden, GATES[mode]
         kind = {"device": device, "dtype": dtype}
         self.input: Any = _linear(inputs, self.gates * hidden, input_rank, bias, kind)
-        self.recurrent: Any
-        if form is None:
-            self.recurrent = _linear(hidden, self.gates * hidden, recurrent_rank, bias, kind)
-        elif (form.gates, form.hidden) != (self.gates, hidden):
-            came = f"{form.gates} and {form.hidden}"
-            raise InvalidOption(f"form: expected {self.gates} gates and {hidden} units, got {came}")
-        else:
-            self.recurrent = BlockRecurrentLayer(mode, 0, form, bias, device, dtype)
+        self.recurrent: Any = _linear(hidden, self.gates * hidden, recurrent_rank, bias, kind)
 
     @property
     def ranks(self) -> tuple[int, int]:
         """Of the products with inputs and with states; 0: a full matrix."""
         return _rank(self.input), _rank(self.recurrent)
 
-    @property
-    def form(self) -> FrobeniusForm | None:
-        """Of the product with states, where it is in Frobenius form."""
-        return self.recurrent.form if isinstance(self.recurrent, BlockRecurrentLayer) else None
-
     def extra_repr(self) -> str:
-        states = f"{len(self.form.blocks)} blocks" if self.form else str(self.ranks[1] or "full")
-        return f"{self.ranks[0] or 'full'} and {states}"
+        return " and ".join(str(rank or "full") for rank in self.ranks)
 
     def dense_weights(self) -> tuple[Tensor, ...]:
         """Input and recurrent weights and biases as the dense module has them; gradients flow to the factors."""
@@ -196,9 +174,6 @@ class LowRankRecurrentLayer(nn.Module):
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Two thin products for each step, and the gates in compiled code: without gradients, on the CPU."""
         given = self.input(data)
-        if isinstance(self.recurrent, BlockRecurrentLayer):
-            output = data.new_empty(len(data), self.hidden)
-            return output, self.recurrent.run(given, steps, states, backward, output, 0)
         down, up = (factor.weight.t() for factor in (self.recurrent.down, self.recurrent.up))
         hidden, *cell = (state.clone(memory_format=torch.contiguous_format) for state in states)
         bias, inner, batch = self.recurrent.bias, data.new_zeros(self.hidden), steps.batch

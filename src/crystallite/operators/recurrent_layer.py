@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from crystallite.core.errors import InvalidMap
 from crystallite.core.parallel import over_tasks
-from crystallite.operators.frobenius import Block, FrobeniusForm, Maps, frobenius_form
+from crystallite.operators.frobenius import Block, FrobeniusForm, Maps
 from crystallite.operators.runtime import recurrent_kernels as kernels
 from crystallite.operators.runtime.instructions import PANEL
 
@@ -141,16 +141,6 @@ class BlockRecurrentLayer(nn.Module):
         self._column_bounds = list(pairwise(accumulate((i.columns for i in form.inputs), initial=0)))
         bounds = pairwise(accumulate((blocks[i].sources for i in form.hearing), initial=0))
         self._source_bounds = dict(zip(form.hearing, bounds, strict=True))
-
-    @classmethod
-    def of_states(cls, mode: str, weight: Tensor, bias: Tensor | None) -> BlockRecurrentLayer:
-        """A layer of no inputs, from the product with its states alone; weight (gates·hidden, hidden)."""
-        gates, hidden = GATES[mode], weight.shape[1]
-        edges = (weight.detach().view(gates, hidden, hidden) != 0).any(0).cpu().numpy()
-        form, maps = frobenius_form(edges, np.zeros((hidden, 1), bool), gates)
-        layer = cls(mode, 0, form, bias is not None, weight.device, weight.dtype)
-        layer.load_dense(maps, weight.detach()[:, :0], weight.detach(), None, bias)
-        return layer
 
     def _dtype_and_device(self) -> Tensor:
         return next(self.parameters())

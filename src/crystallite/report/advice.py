@@ -23,7 +23,7 @@ def next_steps(analysis: Analysis) -> list[tuple[str, str]]:
         steps.append((f"Rebuild the {_matrices(count)} that fall into blocks, exactly as annealed.", call))
     if count := found.count("hubs"):
         steps.append(
-            (f"Set the hubs of {_matrices(count)} aside: bordered blocks compute the rest apart.", "cx.BorderedLinear")
+            (f"Look at the hubs of {_matrices(count)}: without them it falls into blocks.", "cx.hubs(w, threshold=c)")
         )
     if count := found.count("nested"):
         split = next(row for row in analysis.rows if row.finding == "nested").best_split or {}

@@ -11,20 +11,17 @@ import torch
 from torch import Tensor, nn
 
 from crystallite.core.errors import CrystalliteError, InvalidOption
-from crystallite.operators.coupled import BorderedLinear, CoupledLinear
 from crystallite.operators.linear import BlockLinear
 
 __all__ = ["lora_for_blocks"]
-
-_Layer = BlockLinear | CoupledLinear
 
 
 def lora_for_blocks(config: Any) -> Any:
     """The same `peft.LoraConfig`, which from now on knows what to do with layers of blocks among its targets.
 
     An adapter of rank r adds B_i A_i of rank r to every block i and nothing between blocks, so that blocks stay
-    independent, and merging gives blocks again. Hub rows of a `BorderedLinear` are a block as well; the coupling of a
-    `CoupledLinear` stays as it is. The two layers of a low-rank pair are PEFT's own. PEFT does not save this knowledge:
+    independent, and merging gives blocks again. The two layers of a `LowRankLinear`
+    are PEFT's own. PEFT does not save this knowledge:
     give it to a config that was loaded too. Variants of LoRA (DoRA and others) are for dense layers.
 
     ```python
@@ -32,21 +29,20 @@ def lora_for_blocks(config: Any) -> Any:
     small = adapted.merge_and_unload()  # after training
     ```
     """
-    config._register_custom_module(dict.fromkeys((BlockLinear, CoupledLinear, BorderedLinear), _layer_class()))
+    config._register_custom_module({BlockLinear: _layer_class()})
     return config
 
 
-def _cells(layer: _Layer) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+def _cells(layer: BlockLinear) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Where the layer has weights: stacks (count, height, width), their rows (count, height), columns (count, width).
 
     The stacks are the layer's own memory, so what is added to them is added to the layer.
     """
-    blocks = layer if isinstance(layer, BlockLinear) else layer.blocks
-    places = torch.arange(max(blocks.out_features, blocks.in_features), device=blocks.empty.device)
-    rows = places if blocks.outputs is None else torch.argsort(blocks.outputs)  # dormant ones last
-    columns = places if blocks.columns is None else blocks.columns
+    places = torch.arange(max(layer.out_features, layer.in_features), device=layer.empty.device)
+    rows = places if layer.outputs is None else torch.argsort(layer.outputs)  # dormant ones last
+    columns = places if layer.columns is None else layer.columns
     row = column = 0
-    for stack in blocks.weights:
+    for stack in layer.weights:
         count, height, width = stack.shape
         own = rows[row : row + count * height], columns[column : column + count * width]
         yield stack.data, own[0].view(count, height), own[1].view(count, width)
@@ -63,12 +59,12 @@ def _layer_class() -> type[nn.Module]:
     class LoraBlockLinear(dense.Linear):  # type: ignore[misc]
         """A layer of blocks with adapters."""
 
-        def __init__(self, base_layer: _Layer, adapter_name: str, **options: Any) -> None:
+        def __init__(self, base_layer: BlockLinear, adapter_name: str, **options: Any) -> None:
             super().__init__(base_layer, adapter_name, **options)
             if self.lora_variant or self.lora_bias[adapter_name]:
                 raise InvalidOption("LoRA on blocks: expected plain LoRA without a bias, got a variant of it")
 
-        def _get_in_out_features(self, module: _Layer) -> tuple[int, int]:
+        def _get_in_out_features(self, module: BlockLinear) -> tuple[int, int]:
             return module.in_features, module.out_features  # PEFT warns of layers that it does not know
 
         def forward(self, x: Tensor) -> Tensor:
