@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 import crystallite as cx
-from crystallite.compression import polish
 from crystallite.compression.compress import compress
 from crystallite.compression.polish import polish_
 from crystallite.data.calibration import Calibration
 from crystallite.statistics.checkpoints import Checkpoints
+from crystallite.statistics.trainer import Trainer
 from tests.helpers import compressible as networks
 from tests.helpers.compressible import relative_error, samples
 
@@ -86,15 +86,14 @@ def test_an_interrupted_run_ends_where_it_would_have(pair, tmp_path, monkeypatch
     whole, broken, again = (copy.deepcopy(small) for _ in range(3))
     expected = polish_(whole, model, ["0", "2", "4"], data, 40, 0)
     checkpoints = Checkpoints(tmp_path / "state", {"a": 1})
-    steps, real = [], polish._Run.take_step
+    real = Trainer.descend
 
-    def interrupted(self, rate, seed):
-        if len(steps) == 17:
+    def interrupted(self, error):
+        if self.step == 17:
             raise KeyboardInterrupt
-        steps.append(rate)
-        real(self, rate, seed)
+        real(self, error)
 
-    monkeypatch.setattr(polish._Run, "take_step", interrupted)
+    monkeypatch.setattr(Trainer, "descend", interrupted)
     with pytest.raises(KeyboardInterrupt):
         polish_(broken, model, ["0", "2", "4"], data, 40, 0, checkpoints)
     monkeypatch.undo()
@@ -107,16 +106,17 @@ def test_an_interrupted_run_ends_where_it_would_have(pair, tmp_path, monkeypatch
 
 SCRIPT = """
 import sys, torch
-from crystallite.compression import compress, polish
+from crystallite.compression import compress
+from crystallite.statistics.trainer import Trainer
 from tests.helpers import compressible as networks
 from tests.helpers.compressible import samples
-real = polish._Run.take_step
-def step(self, rate, seed):
-    real(self, rate, seed)
+real = Trainer.descend
+def step(self, error):
+    real(self, error)
     if self.step == 13:
         print("there", flush=True)
         sys.stdin.read()
-polish._Run.take_step = step
+Trainer.descend = step
 compress(networks.mlp(16, 64, 4).eval(), budget=0.5, calibration=samples(16), polish_steps=40, checkpoint=sys.argv[1])
 """
 

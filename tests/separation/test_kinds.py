@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_sequence
 
 import crystallite as cx
-from crystallite.data.batch import batches
+from crystallite.data.batch import Batch, batches
 from crystallite.partitioning.partition import joint_components
 from crystallite.partitioning.weights import parameter
 from crystallite.separation import find_chains, random_partition, upgrade
@@ -135,7 +135,9 @@ def test_where_a_layer_is_blocks_already_least_squares_gives_them_back(dense, in
     with torch.no_grad():
         for p in net.parameters():
             p.normal_()
-    refit_(net, dense, partition, list(batches(inputs)) if isinstance(inputs, torch.Tensor) else [Packed(inputs)])
+    refit_(
+        net, dense, partition, list(batches(inputs)) if isinstance(inputs, torch.Tensor) else [Batch(0, 1, (inputs,))]
+    )
     with torch.no_grad():
         found, expected = (_tensor(one(inputs)) for one in (net, dense))
     assert (found - expected).square().mean() < 0.002 * expected.var()
@@ -147,10 +149,3 @@ def test_where_a_layer_is_blocks_already_least_squares_gives_them_back(dense, in
 def _tensor(output):
     output = output[0] if isinstance(output, tuple) else output
     return output if isinstance(output, torch.Tensor) else output.data
-
-
-class Packed:
-    """A batch that is a packed sequence."""
-
-    def __init__(self, sequence):
-        self.positional, self.named = (sequence,), {}

@@ -18,10 +18,11 @@ from tests.helpers import digits
 KILLED = """
 import os, signal, sys
 from torch.nn import functional as F
-from crystallite.separation import training, upgrade
+from crystallite.separation import upgrade
+from crystallite.statistics import trainer
 from tests.helpers import digits
 
-training._SECONDS = 0.0  # a checkpoint after every batch
+trainer._SECONDS = 0.0  # a checkpoint after every batch
 loader, *_ = digits.data()
 
 def loss(output, target):
@@ -45,7 +46,8 @@ def run(folder=None, **options):
 def test_a_killed_run_resumes_to_the_same_bits(tmp_path):
     folder = tmp_path / "state"
     root = Path(digits.__file__).parents[2]
-    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     killed = subprocess.run([sys.executable, "-c", KILLED, str(folder)], cwd=root, env=environment, check=False)
     assert killed.returncode == -signal.SIGKILL
     (step,) = folder.iterdir()

@@ -158,7 +158,7 @@ def test_layers_of_folded_chains_are_compared_in_the_original_order():
     model = classifier()
     small = cx.reorganize(model, level=None, only_if_faster=False)
     assert not isinstance(small[0], nn.Linear)
-    verdict = validate(model, small, torch.randn(50, 16).split(20))
+    verdict = validate(model, small, list(torch.randn(50, 16).split(20)))
     assert [layer.name for layer in verdict.layers] == ["0", "2"]
     assert max(layer.deviation for layer in verdict.layers) < 1e-5
     assert not verdict.skipped_layers
@@ -172,7 +172,7 @@ def test_layer_deviation_is_the_relative_error_over_all_batches():
     with torch.no_grad():
         other[0].weight[0] += 1.0
     x = torch.randn(40, 4)
-    found = {layer.name: layer.deviation for layer in validate(model, other, x.split(9)).layers}
+    found = {layer.name: layer.deviation for layer in validate(model, other, list(x.split(9))).layers}
     with torch.no_grad():
         first, changed = model[0](x), other[0](x)
         expected = [(changed - first).norm() / first.norm(), (other(x) - model(x)).norm() / model(x).norm()]
@@ -233,7 +233,8 @@ def test_models_in_training_are_refused_and_unchanged(model, message):
         ([(torch.zeros(2, 16), torch.zeros(2), torch.zeros(2))], r"got 3 parts.*\(\(a, b\), target\)"),
         ([((torch.zeros(2, 16), torch.zeros(2, 16)), torch.zeros(2))], "cannot be called with the batch at sample 0"),
         ([torch.tensor(3.0)], "a single number"),
-        ((torch.zeros(2, 16), torch.zeros(2)), "cannot be called with the batch at sample 2.*a list of batches"),
+        ([torch.zeros(2, 16), torch.zeros(2)], "cannot be called with the batch at sample 2.*a list of batches"),
+        ((torch.zeros(2, 16), torch.zeros(2), torch.zeros(2)), "got 3 parts.*several batches go into a list"),
     ],
 )
 def test_bad_data_is_refused(data, message):

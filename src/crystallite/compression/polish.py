@@ -112,7 +112,7 @@ class _Polishing:
         self.model, self.dense, self.parameters, self.seed = model, dense, parameters, seed
         self.batches, self.held_out = data.fitted + data.more, data.held_out
         self.best = {name: p.detach().clone() for name, p in parameters.items()}
-        values = {f"model.{name}": p for name, p in parameters.items()}
+        values: dict[str, Tensor] = {f"model.{name}": p for name, p in parameters.items()}
         values |= {f"best.{name}": value for name, value in self.best.items()}
         self.trainer = Trainer(
             list(parameters.values()), values, {"history": []}, _rate(parameters), steps, checkpoints

@@ -155,7 +155,7 @@ def _batch(item: Any, offset: int, name: str) -> Batch:
         if len(item) not in (1, 2):
             raise InvalidOption(
                 f"{name}: expected (inputs, target), got {len(item)} parts; several positional inputs go into a tuple: "
-                "((a, b), target), or ((a, b),) without a target"
+                "((a, b), target), or ((a, b),) without a target; several batches go into a list"
             )
         inputs, target = item if len(item) == 2 else (item[0], None)
     positional: tuple[Any, ...] = ()

@@ -64,7 +64,7 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = self.rate * share_of_rate((self.step + 0.5) / self.steps)
         self.optimizer.zero_grad()
-        error.backward()  # type: ignore[no-untyped-call]
+        error.backward()
         self.optimizer.step()
         self.step += 1
 
