@@ -31,10 +31,9 @@ from crystallite.baselines import METHODS
 from crystallite.baselines.compare import makers
 from crystallite.baselines.onnx_runtime import InOnnxRuntime
 from crystallite.compression.compress import compress
-from crystallite.compression.groups import first_samples
 from crystallite.compression.polish import polish_
 from crystallite.core.errors import CrystalliteError
-from crystallite.data.batch import Batch, batches, run
+from crystallite.data.batch import Batch, batches, first_samples, run
 from crystallite.data.calibration import Calibration
 from crystallite.models.layers import find_units
 from crystallite.validation.cost import count_macs

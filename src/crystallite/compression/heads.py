@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from crystallite.compression.groups import NeuronGroup, rotate_heads_
 from crystallite.compression.session import Session
+from crystallite.graph.neuron_groups import NeuronGroup, rotate_heads_
 from crystallite.statistics.regression import Moments
 
 __all__ = ["order_head_numbers_"]
@@ -35,8 +35,8 @@ def order_head_numbers_(session: Session, groups: Sequence[NeuronGroup]) -> None
                     moments[name].add(one.inputs, one.inputs[:, :0])
         for name in here:
             covariance = moments[name].around(*moments[name].means)[0] / moments[name].samples
-            turns = _worth_first(session.units[name].matrix, covariance, readers[name].heads)
-            rotate_heads_(session.dense, readers[name], *turns)
+            rotations = _worth_first(session.units[name].matrix, covariance, readers[name].heads)
+            rotate_heads_(session.dense, readers[name], *rotations)
         carry = following
 
 

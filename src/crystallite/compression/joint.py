@@ -15,7 +15,8 @@ from crystallite.compression.session import Session, output_error
 from crystallite.core.errors import InvalidOption
 from crystallite.data.batch import run
 from crystallite.data.calibration import real_rows
-from crystallite.separation.partition import Partition, decorrelated_partition, find_chains, random_partition
+from crystallite.graph.chains import find_chains
+from crystallite.separation.partition import Partition, decorrelated_partition, random_partition
 from crystallite.statistics.observer import observe
 from crystallite.statistics.regression import Regression
 
@@ -28,7 +29,7 @@ def fit_jointly(session: Session, blocks: int, example: Any, progress: bool) -> 
     """The forms of all layers, in blocks those that are joined; of a few partitions that with least held-out damage."""
     chains = [
         chain
-        for chain in find_chains(session.dense, list(session.units), (), example)
+        for chain in find_chains(session.dense, list(session.units), (), example, ("evaluation",))
         if len(chain.layers) > 1 and min(chain.sizes.values()) >= blocks
     ]
     if not chains:

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from crystallite.compression.groups import NeuronGroup
 from crystallite.compression.operator_specs import FittedOperator, OperatorSpec
 from crystallite.compression.session import Session
 from crystallite.data.batch import run
+from crystallite.graph.neuron_groups import NeuronGroup
 from crystallite.operators.conv import Convolution
 from crystallite.statistics.layer_io import matrix_of
 
@@ -34,7 +34,7 @@ class Latency:
     def __init__(self, session: Session, groups: Sequence[NeuronGroup] = ()) -> None:
         """groups: hidden neurons; layers around attention heads keep their sizes outwards."""
         self.session, self.known = session, dict[Any, float]()
-        self.embedded = {name for group in groups if group.heads for name in (*group.writers, group.reader)}
+        self.embedded = {name for group in groups if group.heads for name in group.layers}
         self.read: dict[str, Tensor] = {}
         with ExitStack() as hooks:
             for name, unit in session.units.items():

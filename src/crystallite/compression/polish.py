@@ -12,10 +12,9 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from crystallite.compression.groups import first_samples
 from crystallite.compression.session import output_error
 from crystallite.core.errors import InvalidOption
-from crystallite.data.batch import Batch, run
+from crystallite.data.batch import Batch, first_samples, run
 from crystallite.data.calibration import Calibration, real_rows
 from crystallite.data.calls import evaluating
 from crystallite.data.outputs import tensors

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from crystallite.core.errors import InvalidOption
 from crystallite.data.outputs import same_structure, tensors
 
-__all__ = ["Batch", "batches", "check_repeatable", "repeatable", "run"]
+__all__ = ["Batch", "batches", "check_repeatable", "first_samples", "repeatable", "run"]
 
 # what two orders of the same sums may differ by at the end of a deep network, relative to the size of its output
 ROUNDING = {torch.float64: 1e-10, torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 2e-2}
@@ -150,3 +150,13 @@ def equal_up_to_rounding(found: Tensor, expected: Tensor) -> bool:
     a, b = (t.double().nan_to_num(0.0, 0.0, 0.0) for t in (found, expected))
     same_gaps = torch.equal(found.isfinite(), expected.isfinite())
     return same_gaps and bool((a - b).norm() <= ROUNDING.get(expected.dtype, 1e-1) * b.norm())
+
+
+def first_samples(batch: Batch, count: int) -> Batch:
+    """The batch cut to a few samples."""
+
+    def cut(value: Any) -> Any:
+        return value[:count] if isinstance(value, Tensor) and value.shape[:1] == (batch.size,) else value
+
+    named = {name: cut(value) for name, value in batch.named.items()}
+    return replace(batch, size=min(count, batch.size), positional=tuple(map(cut, batch.positional)), named=named)

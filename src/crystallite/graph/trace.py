@@ -62,6 +62,9 @@ class Spaces:
         """How many neurons each of some spaces has."""
         return [self.spaces[space].size for space in part]
 
+    def length(self, axis: Axis) -> int:
+        return sum(math.prod(self.sizes(part)) for part in axis)
+
     def neurons(self, space: int) -> int:
         """How many neurons share the order of a space; those of other heads have another, and count too."""
         return math.prod(self.sizes((*self.spaces[space].within, space)))

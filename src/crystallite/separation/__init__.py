@@ -2,8 +2,8 @@
 
 ```
 trained model, batches
-  └─ partition.py         chains of weights that share hidden neurons; a label for every neuron, k labels
-                          (regions.py: inputs that vary together; telling.py: neurons follow the inputs that tell them;
+  └─ partition.py         chains of weights that share hidden neurons (`graph/chains.py`); k labels for their neurons
+                          (input_clusters.py: inputs that vary together; assignment.py: neurons follow their inputs;
                           modules.py: functional modules that were found)
        └─ scale.py             hidden neurons in balanced units, so that a bound on weights means something
             └─ refit.py             blocks fitted by least squares to what the dense layers compute
@@ -20,9 +20,10 @@ adapters train them.
 The package is named after a thing, so that `upgrade` stays a function.
 """
 
+from crystallite.graph.chains import Chain, find_chains
 from crystallite.separation.input_clusters import cluster_partition
 from crystallite.separation.lora import lora_for_blocks
-from crystallite.separation.partition import Chain, Partition, decorrelated_partition, find_chains, random_partition
+from crystallite.separation.partition import Partition, decorrelated_partition, random_partition
 from crystallite.separation.transfer import to_blocks, to_dense, transfer_optimizer
 from crystallite.separation.update import mask_gradients, redistribute, updated
 from crystallite.separation.upgrade import Upgrading, upgrade

@@ -12,7 +12,8 @@ from crystallite.core.errors import InvalidOption
 from crystallite.data.batch import Batch
 from crystallite.data.running import call
 from crystallite.discovery.modules import Modules
-from crystallite.separation.partition import Chain, Partition
+from crystallite.graph.chains import Chain
+from crystallite.separation.partition import Partition
 from crystallite.separation.refit import seen
 from crystallite.separation.weights import owner
 

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from crystallite.core.errors import InvalidOption
 from crystallite.data.batch import Batch, batches
 from crystallite.data.running import call, device_of, moved, real_positions
-from crystallite.separation.partition import Chain
+from crystallite.graph.chains import Chain
 from crystallite.separation.readouts import Readouts
 from crystallite.separation.straight_through import Gate
 from crystallite.separation.weights import owner, weight_of

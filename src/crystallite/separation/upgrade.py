@@ -20,6 +20,8 @@ from crystallite.core.errors import CrystalliteError, InvalidOption
 from crystallite.data.batch import Batch, batches, repeatable
 from crystallite.data.running import call
 from crystallite.discovery.modules import Modules
+from crystallite.graph.chains import Chain, find_chains
+from crystallite.graph.neuron_groups import neuron_groups
 from crystallite.graph.trace import trace
 from crystallite.models.artifact import source_sha256
 from crystallite.separation.assignment import assign_by_explained_variance
@@ -27,10 +29,8 @@ from crystallite.separation.blocks import clear_idle_, in_blocks
 from crystallite.separation.input_clusters import cluster_partition
 from crystallite.separation.modules import module_partition
 from crystallite.separation.partition import (
-    Chain,
     Partition,
     decorrelated_partition,
-    find_chains,
     joint_components,
     random_partition,
 )
@@ -170,7 +170,8 @@ def upgrade(
         initial = _initial(student)
         chosen = {parameter(name): _chosen(null, parameter(name), initial) for name in partition.layers}
         thresholds = {name: chosen[parameter(name)].threshold(level) for name in partition.layers}
-        balanced = balance_(student, trace(student, example), initial | chosen, lambda: call(student, batch))
+        groups = neuron_groups(student, trace(student, example)).values()
+        balanced = balance_(student, groups, initial | chosen, lambda: call(student, batch))
         dense.load_state_dict(student.state_dict())  # the same function in the same units
         readouts = None if loss is None or block_loss == 0 else readouts_for(dense, partition, batch)
         if block_loss and readouts is None:
