@@ -186,13 +186,17 @@ def without(model: nn.Module, kept: Sequence[tuple[NeuronGroup, Tensor]]) -> nn.
 @torch.no_grad()
 def rotate_heads_(model: nn.Module, group: NeuronGroup, forward: Tensor, back: Tensor) -> None:
     """Let the writer hand on other numbers of each head, and the reader take them back: (heads, width, width) each."""
-    (writer,) = (model.get_submodule(name) for name in group.writers)
-    reader = model.get_submodule(group.reader)
-    written, read = (m.get_parameter("weight") for m in (writer, reader))
-    written, read = (w if isinstance(m, nn.Linear) else w.T for m, w in ((writer, written), (reader, read)))
+    writer, reader = (model.get_submodule(name) for name in group.layers)
+    written, read = _matrix(writer), _matrix(reader)
     forward, back = forward.to(written.device), back.to(written.device)
     written.copy_((forward @ written.double().unflatten(0, forward.shape[:2])).flatten(0, 1))
     bias = writer._parameters.get("bias")
     if bias is not None:
         bias.copy_((forward @ bias.double().view(*forward.shape[:2], 1)).flatten())
     read.copy_(torch.einsum("ohw,hwv->ohv", read.double().unflatten(1, back.shape[:2]), back).flatten(1))
+
+
+def _matrix(layer: nn.Module) -> Tensor:
+    """The weight as (outputs, inputs), in place: transformers' `Conv1D` stores it the other way round."""
+    weight = layer.get_parameter("weight")
+    return weight if isinstance(layer, nn.Linear) else weight.T
