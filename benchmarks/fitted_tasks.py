@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks import upgrade
-from crystallite.baselines import Group
+from crystallite.baselines import NeuronGroup
 from crystallite.data.batch import Batch
 from crystallite.validation.cost import count_macs
 
@@ -42,7 +42,7 @@ class Task:
     calibration: list[Any]
     judge: Callable[[nn.Module], dict[str, float]]
     timed: list[Any]
-    groups: list[Group]
+    groups: list[NeuronGroup]
     ignore: tuple[str, ...]  # layers that every method leaves alone
     calibrated_on: frozenset[Any]  # what the samples to calibrate with are, told in a way that can be compared
     judged_on: frozenset[Any]
@@ -172,16 +172,16 @@ def retrieval(wordnet: str, seed: int, texts: int = 1000, queries: int = 1000, p
     )  # fmt: skip
 
 
-def _bert_groups(model: Any) -> list[Group]:
-    """NeuronGroup neurons of the feed-forward pairs, and attention heads."""
+def _bert_groups(model: Any) -> list[NeuronGroup]:
+    """Hidden neurons of the feed-forward pairs, and attention heads."""
     config = model.encoder.config
     found = []
     for i in range(config.num_hidden_layers):
         layer = f"encoder.encoder.layer.{i}"
-        found.append(Group.between(model, [f"{layer}.intermediate.dense"], f"{layer}.output.dense"))
+        found.append(NeuronGroup.between(model, [f"{layer}.intermediate.dense"], f"{layer}.output.dense"))
         heads = [f"{layer}.attention.self.{name}" for name in ("query", "key", "value")]
         width = config.hidden_size // config.num_attention_heads
-        found.append(Group.between(model, heads, f"{layer}.attention.output.dense", width))
+        found.append(NeuronGroup.between(model, heads, f"{layer}.attention.output.dense", width))
     return found
 
 
@@ -215,7 +215,8 @@ def mnist(path: str | Path, seed: int, images: int = 16_384) -> Task:
     return Task(
         "MLP 784-512-512-10, MNIST", model, list(some.split(256)),
         lambda small: {"quality": upgrade.accuracy(small, test, test_y)}, list(test[:1024].split(128)),
-        [Group.between(model, ["0"], "2"), Group.between(model, ["2"], "4")], (), _prints(some), _prints(test), retrain,
+        [NeuronGroup.between(model, ["0"], "2"), NeuronGroup.between(model, ["2"], "4")], (), _prints(some),
+        _prints(test), retrain,
     )  # fmt: skip
 
 
@@ -317,9 +318,9 @@ def characters(seed: int, steps: int = 400, windows: int = 400) -> Task:
 
     groups = []
     for i in range(len(model.layers)):
-        groups.append(Group.between(model, [f"layers.{i}.up"], f"layers.{i}.down"))
+        groups.append(NeuronGroup.between(model, [f"layers.{i}.up"], f"layers.{i}.down"))
         heads = [f"layers.{i}.{name}" for name in ("query", "key", "value")]
-        groups.append(Group.between(model, heads, f"layers.{i}.output", model.layers[i].width))
+        groups.append(NeuronGroup.between(model, heads, f"layers.{i}.output", model.layers[i].width))
     return Task(
         "char-LM, Python's library", model, list(numbers(used).split(32)), judge, list(test[:64].split(32)), groups,
         ("head",), frozenset(used), frozenset(judged), retrain,

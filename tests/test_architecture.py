@@ -17,12 +17,12 @@ MAY_IMPORT = {
     "weights": "core",
     "analysis": "annealing core structure weights",
     "data": "core",
-    "graph": "core",
     "operators": "core structure",
     "models": "core operators weights",
+    "graph": "core data models",
     "reorganization": "annealing core graph models operators structure weights",
     "statistics": "core data operators weights",
-    "partitioning": "core data graph models operators statistics structure",
+    "partitioning": "core data graph statistics structure",
     "discovery": "core data partitioning",
     "monitoring": "annealing core discovery partitioning structure",
     "separation": "annealing core data discovery graph models operators partitioning reorganization statistics "
@@ -31,7 +31,7 @@ MAY_IMPORT = {
     "validation": "annealing core data models operators reorganization",
     "export": "core data models operators",
     "serving": "core models operators reorganization validation",
-    "baselines": "compression core data export graph models operators partitioning statistics validation",
+    "baselines": "compression core data export graph models operators statistics validation",
     "report": "analysis annealing core models structure weights",
     "demo": "analysis baselines compression core models report separation serving validation",
     "cli": "analysis baselines compression core data demo discovery export models reorganization report separation "

@@ -9,6 +9,7 @@ from torch import nn
 import crystallite as cx
 from crystallite.baselines import METHODS, Row, compare, table
 from tests.helpers.prunable import data, hidden_from, perceptron
+from tests.helpers.transformers_models import llama, tokens
 
 SHAPED = ["magnitude", "Wanda score", "SVD", "random blocks"]
 ONNX = [name for name in METHODS if "ONNX" in name]
@@ -143,3 +144,48 @@ def test_what_cannot_be_followed_is_skipped_and_the_rest_measured():
 def test_the_table_says_what_quality_is():
     rows = [Row("dense", "dense", "cosine", 10, 1.0, 1.0, 4, 1.0), Row("SVD", "low rank", "cosine", skipped="no")]
     assert table(rows).splitlines()[0].split("  ")[-1] == "cosine"
+
+
+def test_grouped_queries_are_pruned():
+    """4 heads of queries share 2 of keys and values: the groups of heads overlap."""
+    model, _ = llama()
+    texts = [{"input_ids": tokens(8, count)} for count in (24, 24, 8)]
+    small = cx.compress(model, budget=0.7, calibration=texts)
+    rows = {
+        row.name: row
+        for row in compare(
+            model, small, texts, calibration=texts, methods=["magnitude", "Wanda score"], ignore="lm_head"
+        )
+    }
+    for name in ("magnitude", "Wanda score"):
+        assert not rows[name].skipped
+        assert rows[name].share <= rows["fitted"].share
+
+
+class Breaks(nn.Module):
+    """Fails on the second batch."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model, self.calls = model, 0
+
+    def forward(self, x):
+        self.calls += 1
+        if self.calls > 1:
+            raise IndexError("out of range\nand so on")
+        return self.model(x)
+
+
+def test_a_method_that_fails_is_a_row(pair, monkeypatch):
+    def fails(*arguments):
+        raise ZeroDivisionError("nothing to divide")
+
+    monkeypatch.setitem(compare.__globals__, "decomposed", fails)
+    monkeypatch.setitem(compare.__globals__, "random_blocks", lambda model, *rest: Breaks(model))
+    rows = {row.name: row for row in compare(*pair, data(), calibration=data(), methods=SHAPED)}
+    assert rows["SVD"].skipped == "ZeroDivisionError: nothing to divide"
+    assert rows["random blocks"].skipped == "IndexError: out of range"
+    assert all(rows[name].quality is not None for name in ("dense", "fitted", "magnitude", "Wanda score"))
+    assert "Skipped: SVD (ZeroDivisionError" in table(list(rows.values()))
+    with pytest.raises(IndexError):
+        compare(*pair, data(), calibration=data(), methods=[], beside={"mine": Breaks(pair[0])})

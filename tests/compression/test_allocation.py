@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from crystallite.compression.allocation import LayerCurve, NeuronCurve, allocate
-from crystallite.compression.groups import NeuronGroup
 from crystallite.compression.operator_specs import OperatorSpec
 from crystallite.core.errors import InvalidOption
+from crystallite.graph.neuron_groups import NeuronGroup
 
 
 def layer(size, sensitivity, ranks=(6, 4, 2, 1)):
@@ -48,7 +48,7 @@ def test_neurons_count_in_every_layer_that_has_them():
         "up": LayerCurve((64, 16), ((OperatorSpec(), 0.0),)),
         "down": LayerCurve((16, 64), ((OperatorSpec(), 0.0),)),
     }
-    neurons = NeuronCurve(NeuronGroup(("up",), "down", 64), ((64, 0.0), (48, 0.1), (32, 0.2), (16, 0.5)))
+    neurons = NeuronCurve(NeuronGroup(64, ("up",), ("down",)), ((64, 0.0), (48, 0.1), (32, 0.2), (16, 0.5)))
     found = allocate(layers, [neurons], 0.5)
     assert (found.kept("down"), found.kept("up"), found.cost) == (32, None, 32 * 32)
 

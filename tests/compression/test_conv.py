@@ -7,8 +7,7 @@ from torch.nn import functional as F
 
 import crystallite as cx
 from crystallite.compression.compress import compress
-from crystallite.compression.groups import find_neuron_groups
-from crystallite.compression.pruning import eliminate
+from crystallite.compression.pruning import eliminate, find_prunable
 from crystallite.data.batch import Batch
 from crystallite.operators.low_rank import LowRankConv, LowRankLinear
 from crystallite.statistics.layer_io import call_counts, matrix_of, read_rows, written_rows
@@ -170,7 +169,7 @@ def _error_of(regression, groups):
 
 def test_hidden_channels_are_those_that_one_layer_reads():
     model = small_cnn()
-    found = find_neuron_groups(model, {"0", "3", "7"}, Batch(0, 2, (images(2),)))
+    found = find_prunable(model, {"0", "3", "7"}, Batch(0, 2, (images(2),)))
     assert [(g.writers, g.reader, g.size, g.width, g.norms) for g in found] == [
         (("0",), "3", 16, 9, ("1",)),
         (("3",), "7", 24, 4, ()),

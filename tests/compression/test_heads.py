@@ -9,11 +9,12 @@ from torch.nn import functional as F
 
 import crystallite as cx
 from crystallite.compression.compress import compress
-from crystallite.compression.groups import NeuronGroup, find_neuron_groups
 from crystallite.compression.heads import order_head_numbers_
+from crystallite.compression.pruning import find_prunable
 from crystallite.compression.session import Session
 from crystallite.data.batch import Batch
 from crystallite.data.calibration import Calibration
+from crystallite.graph.neuron_groups import NeuronGroup
 from crystallite.models.layers import find_units
 from crystallite.operators.linear import BlockLinear
 from crystallite.statistics.observer import ForwardPlan
@@ -45,17 +46,17 @@ def sequences(count=300, seed=5):
 
 
 NAMES = ("query", "key", "value", "output")
-FOUND = NeuronGroup(("value",), "output", WIDTH, HEADS)
+FOUND = NeuronGroup(WIDTH, ("value",), ("output",), HEADS)
 
 
 def test_heads_are_found_and_others_are_not():
     batch = Batch(0, 2, (sequences(2),))
-    assert find_neuron_groups(Attention(), NAMES, batch) == [FOUND]
-    assert find_neuron_groups(Attention(between=nn.GELU), NAMES, batch) == []  # turning would change what it does
-    assert find_neuron_groups(Attention(), ("query", "key", "value"), batch) == []
+    assert find_prunable(Attention(), NAMES, batch) == [FOUND]
+    assert find_prunable(Attention(between=nn.GELU), NAMES, batch) == []  # rotating would change what it does
+    assert find_prunable(Attention(), ("query", "key", "value"), batch) == []
 
 
-def test_turning_changes_nothing_but_the_order_of_worth():
+def test_rotating_changes_nothing_but_the_order_of_worth():
     model, x = Attention(directions=8).eval(), sequences()
     rotated, data = copy.deepcopy(model), Calibration.read(x)
     units = {unit.name: unit for unit in find_units(rotated, ["*"], [])}
@@ -102,7 +103,7 @@ def test_heads_and_low_rank_together_beat_svd(budget):
     assert relative_error(small(fresh), model(fresh)) < 0.8 * relative_error(plain(fresh), model(fresh))
 
 
-def test_samples_that_judge_do_not_turn_heads():
+def test_samples_that_judge_do_not_rotate_heads():
     x, other = sequences(), sequences()
     other[-60:] = 3 * sequences(60, seed=8)  # the last fifth
     found = []

@@ -1,4 +1,4 @@
-"""Which layers separate together, in which units, and how blocks are fitted."""
+"""In which blocks neurons are, in which units, and how blocks are fitted."""
 
 import numpy as np
 import pytest
@@ -8,63 +8,19 @@ from torch import nn
 import crystallite as cx
 from crystallite.annealing import nulls
 from crystallite.data.batch import batches
+from crystallite.graph.chains import find_chains
+from crystallite.graph.neuron_groups import neuron_groups
 from crystallite.graph.trace import trace
-from crystallite.partitioning.partition import (
-    Partition,
-    decorrelated_partition,
-    find_chains,
-    joint_components,
-    random_partition,
-)
+from crystallite.partitioning.partition import Partition, decorrelated_partition, joint_components, random_partition
 from crystallite.separation.refit import refit_
 from crystallite.separation.scale import balance_
 from crystallite.structure.levels import chain_labels
-from tests.helpers.block_models import Gated, block_linear
+from tests.helpers.block_models import block_linear
 
 
 def mlp(activation=nn.ReLU):
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(12, 16), activation(), nn.Linear(16, 20), activation(), nn.Linear(20, 8))
-
-
-class Residual(nn.Module):
-    """A norm over the stream, a pair that reads and writes it, a head."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm, self.up, self.down, self.head = nn.LayerNorm(8), nn.Linear(8, 32), nn.Linear(32, 8), nn.Linear(8, 4)
-
-    def forward(self, x):
-        return self.head(x + self.down(nn.functional.gelu(self.up(self.norm(x)))))
-
-
-def test_an_mlp_is_one_chain():
-    (chain,) = find_chains(mlp())
-    assert chain.layers == ("0", "2", "4")
-    assert chain.sizes == {"in": 12, "hidden 1": 16, "hidden 2": 20, "out": 8}
-
-
-def test_an_ignored_layer_ends_the_chain():
-    (chain,) = find_chains(mlp(), ignore=["4"])
-    assert chain.layers == ("0", "2")
-    assert list(chain.sizes.values()) == [12, 16, 20]
-
-
-def test_a_pair_keeps_the_order_of_its_stream():
-    (chain,) = find_chains(Residual(), example=torch.zeros(2, 8))
-    assert chain.layers == ("up", "down")
-    assert chain.reads["up"] != chain.writes["down"]  # read and written features are shared out apart
-
-
-def test_a_gate_shares_the_hidden_neurons():
-    (chain,) = find_chains(Gated())
-    assert set(chain.layers) == {"one", "two", "three"}
-    assert len(set(chain.sizes)) == 3
-
-
-def test_named_layers_separate_alone():
-    chains = find_chains(Residual(), targets=["head"], example=torch.zeros(2, 8))
-    assert [chain.layers for chain in chains] == [("head",)]
 
 
 @pytest.mark.parametrize("blocks", [2, 3, 4])
@@ -139,7 +95,7 @@ def rms(weight, null, axis):
 
 def balanced_assignment(net, x):
     initial = nulls.for_module(net)
-    layers = balance_(net, trace(net, x), initial, lambda: net(x))
+    layers = balance_(net, neuron_groups(net, trace(net, x)).values(), initial, lambda: net(x))
     return layers, initial
 
 

@@ -5,7 +5,6 @@ import torch
 from torch import nn
 
 import crystallite as cx
-from crystallite.compression.groups import find_neuron_groups
 from crystallite.data.batch import Batch
 from crystallite.statistics.layer_io import read_rows
 from crystallite.statistics.observer import ForwardPlan, observe, outputs_of
@@ -114,12 +113,6 @@ def test_modules_with_something_between_them_are_no_boundaries():
             return self.layers[1](self.layers[0](x) / 2)
 
     assert ForwardPlan.of(Halved(), ["layers.0"], Batch(0, 1, (torch.zeros(1, 4),))).boundaries == ()
-
-
-@pytest.mark.parametrize("between", [nn.Softmax(-1), nn.LayerNorm(8), nn.LayerNorm(8, elementwise_affine=False)])
-def test_neurons_that_feel_each_other_must_stay(between):
-    model = nn.Sequential(nn.Linear(4, 8), between, nn.Linear(8, 2))
-    assert find_neuron_groups(model, {"0", "2"}, Batch(0, 3, (torch.randn(3, 4),))) == []
 
 
 class Attributes(nn.Module):

@@ -3,7 +3,7 @@
 ```
 model, smaller model, batches
   └─ layers.py     linear layers and convolutions, multiply-adds, and the limit: what the smaller model costs
-       ├─ groups.py, pruning.py   hidden neurons, channels and heads of least score go: magnitude, Wanda score
+       ├─ pruning.py              hidden neurons, channels and heads of least score go: magnitude, Wanda score
        ├─ shapes.py               every layer as two by its SVD, or as random blocks
        ├─ torch_pruning.py        what Torch-Pruning makes of it
        └─ onnx_runtime.py         what a CPU user would pick instead: ONNX Runtime, also with 8-bit weights
@@ -12,6 +12,6 @@ model, smaller model, batches
 """
 
 from crystallite.baselines.compare import METHODS, Row, compare, table
-from crystallite.baselines.groups import Group
+from crystallite.graph.neuron_groups import NeuronGroup
 
-__all__ = ["METHODS", "Group", "Row", "compare", "table"]
+__all__ = ["METHODS", "NeuronGroup", "Row", "compare", "table"]

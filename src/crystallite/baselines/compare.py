@@ -8,22 +8,22 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from crystallite.baselines.groups import Group, find_groups
 from crystallite.baselines.layers import find_layers, input_norms
 from crystallite.baselines.onnx_runtime import InOnnxRuntime
-from crystallite.baselines.pruning import pruned
+from crystallite.baselines.pruning import find_removable, pruned
 from crystallite.baselines.shapes import decomposed, random_blocks
 from crystallite.baselines.torch_pruning import pruned_by_graph
 from crystallite.core.errors import CrystalliteError, InvalidOption
 from crystallite.data.batch import Batch, batches, evaluating
 from crystallite.data.calibration import Calibration
 from crystallite.data.outputs import main_output, tensors
+from crystallite.graph.neuron_groups import NeuronGroup
 from crystallite.graph.trace import Untraceable
 from crystallite.validation.comparison import RunningComparison
 from crystallite.validation.cost import count_macs
@@ -75,7 +75,7 @@ def compare(
     *,
     calibration: Any,
     methods: Sequence[str] | None = None,
-    groups: Sequence[Group] | None = None,
+    groups: Sequence[NeuronGroup] | None = None,
     beside: Mapping[str, nn.Module] | None = None,
     targets: str | Sequence[str] = ("*",),
     ignore: str | Sequence[str] = (),
@@ -91,11 +91,11 @@ def compare(
     - `calibration`: batches of inputs, for the Wanda score.
     - `methods`: names from `METHODS`; None: all. ONNX Runtime has no fewer multiply-adds, and is what a CPU user would
       pick instead. No method trains.
-    - `groups`: neurons that pruning may take out; None: those that `find_groups` finds.
+    - `groups`: neurons that pruning may take out; None: those that `find_removable` finds.
     - `beside`: other models to measure along with these, by name.
     - `targets`, `ignore`: patterns of layer names, as they were when `small` was made.
 
-    A method that does not apply, or whose package is missing, has a row that says why.
+    A method that does not apply, fails, or whose package is missing has a row that says why.
 
     >>> from crystallite import compress
     >>> _ = torch.manual_seed(0)
@@ -124,16 +124,17 @@ def compare(
             if own_loss and "ONNX Runtime" in name:
                 raise InvalidOption("the model computes its loss itself, which ONNX leaves out; use another metric")
             models[name] = made[name]().eval()
-        except CrystalliteError as error:
-            reasons[name] = str(error)
+        except Exception as error:  # whatever another package or the model's own code raises
+            reasons[name] = _reason(error)
     with ExitStack() as stack:
         for other in (beside or {}).values():
             stack.enter_context(evaluating(other))
         models |= beside or {}
+        quality, failed = _qualities(models, judged, measure)
+        models = {name: each for name, each in models.items() if name in quality}
         few = judged[0].first(_SHOWN)
         macs = {name: _macs(name, models, few) for name in models}
         times = best_times(models, judged[0])
-        quality = _qualities(models, judged, measure)
     said = measure if isinstance(measure, str) else measure.name
     ours = {name: "crystallite" for name, model in models.items() if hasattr(model, "reorganization")}
     families = {**ours, **METHODS, "fitted": "crystallite"}
@@ -144,11 +145,11 @@ def compare(
         )
         for name in models
     ]  # fmt: skip
-    return found + [Row(name, METHODS[name], said, skipped=reason) for name, reason in reasons.items()]
+    return found + [Row(name, METHODS[name], said, skipped=reason) for name, reason in (reasons | failed).items()]
 
 
 def makers(
-    dense: nn.Module, small: nn.Module, calibration: Any, batch: Batch, groups: Sequence[Group] | None = None,
+    dense: nn.Module, small: nn.Module, calibration: Any, batch: Batch, groups: Sequence[NeuronGroup] | None = None,
     targets: str | Sequence[str] = ("*",), ignore: str | Sequence[str] = (), seed: int = 0,
 ) -> dict[str, Callable[[], nn.Module]]:  # fmt: skip
     """For each method a function that makes its model at the smaller model's cost, or raises why it cannot."""
@@ -161,13 +162,10 @@ def makers(
         raise InvalidOption(
             f"expected a smaller model, got one of {limit:,} multiply-adds where the original has {total:,}"
         )
-    told = None if groups is None else list(groups)
 
-    def known() -> list[Group]:
-        nonlocal told
-        if told is None:
-            told = find_groups(dense, names, few)
-        return told
+    @cache
+    def known() -> Sequence[NeuronGroup]:
+        return find_removable(dense, names, few) if groups is None else groups
 
     def wanda() -> nn.Module:
         inputs = Calibration.read(calibration).all  # as many as layers are fitted on
@@ -175,7 +173,7 @@ def makers(
 
     def by_graph() -> nn.Module:
         try:
-            heads = {name: count for group in known() for name, count in group.heads.items()}
+            heads = {name: group.heads for group in known() if group.heads for name in group.writers}
         except Untraceable:  # it follows models in its own way
             heads = {}
         return pruned_by_graph(dense, names, heads, few, limit)
@@ -210,24 +208,40 @@ def _macs(name: str, models: Mapping[str, nn.Module], batch: Batch) -> int:
     return count_macs(models[name], batch)
 
 
-def _qualities(models: Mapping[str, nn.Module], judged: Sequence[Batch], measure: Metric | str) -> dict[str, float]:
+def _qualities(
+    models: Mapping[str, nn.Module], judged: Sequence[Batch], measure: Metric | str
+) -> tuple[dict[str, float], dict[str, str]]:
+    """How good each model is, and why some methods' models could not be run on all batches."""
     running: dict[str, Any] = {
         name: RunningComparison() if isinstance(measure, str) else RunningMetric(measure) for name in models
     }
+    failed: dict[str, str] = {}
     for batch in judged:
-        outputs = {name: batch.run(model) for name, model in models.items()}
-        for name, output in outputs.items():
-            if isinstance(measure, str):
-                running[name].add(batch, main_output(outputs["dense"]), main_output(output))
-            else:
-                running[name].add(batch, output)
+        dense = batch.run(models["dense"])
+        for name in list(running):
+            try:
+                output = dense if name == "dense" else batch.run(models[name])
+                seen = (main_output(dense), main_output(output)) if isinstance(measure, str) else (output,)
+                running[name].add(batch, *seen)
+            except Exception as error:
+                if name not in METHODS:
+                    raise
+                failed[name] = _reason(error)
+                del running[name]
     if isinstance(measure, Metric):
         sign = 1 if measure.greater_is_better else -1
-        return {name: sign * each.done()[0] for name, each in running.items()}
+        return {name: sign * each.done()[0] for name, each in running.items()}, failed
     compared = {name: each.done().outputs[0] for name, each in running.items()}
     if measure == "agreement" and not compared["dense"].decides:
         raise InvalidOption('agreement: the outputs have no argmax to take; use "cosine", or a metric and targets')
-    return {name: float(getattr(each, measure).mean()) for name, each in compared.items()}
+    return {name: float(getattr(each, measure).mean()) for name, each in compared.items()}, failed
+
+
+def _reason(error: Exception) -> str:
+    """Why a method was skipped: our own errors say it, of others the kind helps to find out."""
+    if isinstance(error, CrystalliteError):
+        return str(error)
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]:.200}"
 
 
 def best_times(

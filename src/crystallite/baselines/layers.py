@@ -14,9 +14,8 @@ from crystallite.models.layers import find_units
 from crystallite.statistics.watching import watching
 from crystallite.validation.cost import count_macs
 
-__all__ = ["CONVOLUTIONS", "find_layers", "input_norms", "largest"]
+__all__ = ["find_layers", "input_norms", "largest"]
 
-CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _HALVINGS = 8  # of the share that is kept
 
 

@@ -2,21 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from crystallite.baselines.groups import Group, without
 from crystallite.baselines.layers import largest
 from crystallite.core.errors import InvalidOption
 from crystallite.data.batch import Batch
+from crystallite.graph.neuron_groups import NeuronGroup, find_neuron_groups, without
+from crystallite.graph.trials import can_remove
 
-__all__ = ["pruned", "scores"]
+__all__ = ["find_removable", "pruned", "scores"]
+
+
+def find_removable(model: nn.Module, names: Collection[str], batch: Batch) -> list[NeuronGroup]:
+    """The neurons, channels and attention heads between some layers that can go, whatever the model takes and returns.
+
+    Groups that overlap, as the heads of grouped queries do, are tried together. Raises `Untraceable` where the model's
+    graph cannot be had.
+
+    >>> net = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 2))
+    >>> find_removable(net, {"0", "2"}, Batch(0, 2, (torch.ones(2, 2),)))
+    [NeuronGroup(size=8, writers=('0',), readers=('2',), heads=0, width=1, norms=())]
+    """
+    found: list[NeuronGroup] = []
+    for group in find_neuron_groups(model, names, batch):
+        if not group.inside_heads and can_remove(model, [*found, group], batch):
+            found.append(group)
+    return found
 
 
 def pruned(
-    model: nn.Module, groups: Sequence[Group], batch: Batch, limit: int, norms: Mapping[str, Tensor] | None = None
+    model: nn.Module, groups: Sequence[NeuronGroup], batch: Batch, limit: int, norms: Mapping[str, Tensor] | None = None
 ) -> nn.Module:
     """The model without the neurons of least score, the same share of every group; other weights stay as they are.
 
@@ -24,7 +42,7 @@ def pruned(
     - `norms`: of the layers' inputs, for Wanda's score instead of the magnitude.
 
     >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
-    >>> pruned(net, [Group.between(net, ["0"], "2")], Batch(0, 1, (torch.zeros(1, 4),)), 32)[0]
+    >>> pruned(net, [NeuronGroup.between(net, ["0"], "2")], Batch(0, 1, (torch.zeros(1, 4),)), 32)[0]
     Linear(in_features=4, out_features=4, bias=True)
     """
     if not groups:
@@ -41,13 +59,13 @@ def pruned(
 
 
 @torch.no_grad()
-def scores(model: nn.Module, group: Group, norms: Mapping[str, Tensor] | None = None) -> Tensor:
+def scores(model: nn.Module, group: NeuronGroup, norms: Mapping[str, Tensor] | None = None) -> Tensor:
     """(neurons,) the squared norm of a neuron's weights, in and out, each times the norm of its input if given.
 
     >>> net = nn.Sequential(nn.Linear(1, 2, False), nn.ReLU(), nn.Linear(2, 1, False))
     >>> for layer, weight in ((net[0], [[1.0], [2.0]]), (net[2], [[3.0, 0.0]])):
     ...     _ = layer.weight.data.copy_(torch.tensor(weight))
-    >>> scores(net, Group.between(net, ["0"], "2")).tolist()
+    >>> scores(net, NeuronGroup.between(net, ["0"], "2")).tolist()
     [10.0, 4.0]
     """
     total = torch.zeros(group.size, dtype=torch.float64)

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from crystallite.compression.groups import NeuronGroup
 from crystallite.compression.operator_specs import OperatorSpec
 from crystallite.core.errors import InvalidOption
+from crystallite.graph.neuron_groups import NeuronGroup
 
 __all__ = ["Allocation", "LayerCurve", "NeuronCurve", "Price", "allocate", "parameters"]
 
@@ -26,7 +26,7 @@ class LayerCurve:
 class NeuronCurve:
     """How many hidden neurons may be kept, and the expected damage."""
 
-    hidden: NeuronGroup
+    group: NeuronGroup
     options: tuple[tuple[int, float], ...]  # the first keeps all
 
 
@@ -48,13 +48,13 @@ class Allocation:
     def kept(self, reader: str) -> int | None:
         """How many of the neurons that a layer reads are kept, None where all are."""
         for number, curve in enumerate(self.neurons):
-            if curve.hidden.reader == reader and self.chosen.get(number, 0):
+            if curve.group.reader == reader and self.chosen.get(number, 0):
                 return curve.options[self.chosen[number]][0]
         return None
 
     def width(self, reader: str) -> int:
         """Inputs of a layer for each of the neurons that it reads."""
-        return next((curve.hidden.width for curve in self.neurons if curve.hidden.reader == reader), 1)
+        return next((curve.group.width for curve in self.neurons if curve.group.reader == reader), 1)
 
     @property
     def cost(self) -> float:
@@ -68,8 +68,8 @@ class Allocation:
         outputs, inputs = self.layers[name].size
         for number, curve in enumerate(self.neurons):
             left = curve.options[self.chosen.get(number, 0)][0]
-            outputs = left if name in curve.hidden.writers else outputs
-            inputs = left * curve.hidden.width if name == curve.hidden.reader else inputs
+            outputs = left if name in curve.group.writers else outputs
+            inputs = left * curve.group.width if name == curve.group.reader else inputs
         return self.price(name, self.spec(name), outputs, inputs)
 
     def _options(self, key: str | int) -> Sequence[tuple[object, float]]:
@@ -78,8 +78,7 @@ class Allocation:
     def _touched(self, key: str | int) -> Sequence[str]:
         if isinstance(key, str):
             return [key]
-        hidden = self.neurons[key].hidden
-        return [*hidden.writers, hidden.reader]
+        return list(self.neurons[key].group.layers)
 
     def moves(self) -> list[tuple[float, float, str | int, int]]:
         """Every single change of a choice: how much damage it adds, what it saves, and what it changes."""

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from crystallite.compression.allocation import Allocation
-from crystallite.compression.groups import NeuronGroup
 from crystallite.compression.operator_specs import FittedOperator
 from crystallite.compression.pruning import eliminate
 from crystallite.compression.sequential import fitted_operator
 from crystallite.compression.session import Session
+from crystallite.graph.neuron_groups import NeuronGroup
 from crystallite.models.layers import Unit
 from crystallite.models.swap import replace_
 from crystallite.operators.conv import Convolution
@@ -84,7 +84,7 @@ def assembled(
             rows |= dict.fromkeys(group.writers, neurons)
             for name in group.norms:
                 model = replace_(model, name, _smaller_norm(model.get_submodule(name), neurons))
-    embedded = {name for group in groups if group.heads for name in (*group.writers, group.reader)}
+    embedded = {name for group in groups if group.heads for name in group.layers}
     left = {}
     for name, unit in session.units.items():
         form, size = operators[name], matrix_of(unit.module).shape
@@ -130,8 +130,8 @@ def _product_name(name: str, products: int) -> str:
 
 def sensitive(allocation: Allocation) -> dict[str, float]:
     """Layers that stayed as they are, and the damage that half of their multiply-adds would have done; worst first."""
-    thinned = [curve.hidden for i, curve in enumerate(allocation.neurons) if allocation.chosen.get(i, 0)]
-    smaller = {name for hidden in thinned for name in (*hidden.writers, hidden.reader)}
+    thinned = [curve.group for i, curve in enumerate(allocation.neurons) if allocation.chosen.get(i, 0)]
+    smaller = {name for group in thinned for name in group.layers}
     found = {}
     for name, curve in allocation.layers.items():
         outputs, inputs = curve.size

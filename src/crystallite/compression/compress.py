@@ -15,7 +15,6 @@ from torch import nn
 
 from crystallite.compression.allocation import LayerCurve, NeuronCurve, Price, allocate, parameters
 from crystallite.compression.assembling import Chooser, assembled, describe_forms, sensitive, size_of, unfit
-from crystallite.compression.groups import NeuronGroup, find_neuron_groups
 from crystallite.compression.guarantee import cheapest, check_tolerance, sample_losses, set_aside
 from crystallite.compression.int8_latency import Int8Latency
 from crystallite.compression.joint import fit_jointly
@@ -24,6 +23,7 @@ from crystallite.compression.operator_specs import FittedOperator, OperatorSpec
 from crystallite.compression.partitions import best_cells
 from crystallite.compression.polish import polish_
 from crystallite.compression.probing import probe
+from crystallite.compression.pruning import find_prunable
 from crystallite.compression.recurrent import ExpandedLayer, collapse_recurrent, expand_recurrent, inner_units
 from crystallite.compression.sequential import fit_layers_, fitted_operator
 from crystallite.compression.session import Session
@@ -31,6 +31,7 @@ from crystallite.core.errors import InvalidOption
 from crystallite.data.batch import check_repeatable, evaluating
 from crystallite.data.calibration import Calibration
 from crystallite.data.outputs import equal_up_to_rounding, tensors
+from crystallite.graph.neuron_groups import NeuronGroup
 from crystallite.graph.trace import Untraceable
 from crystallite.models.artifact import source_sha256
 from crystallite.models.layers import Unit, change, find_units
@@ -222,24 +223,24 @@ class _Fitting:
         return cls(model, session, units, named, objective, progress)
 
     @cached_property
-    def hidden(self) -> tuple[list[NeuronGroup], str]:
+    def groups(self) -> tuple[list[NeuronGroup], str]:
         """Neurons that may go, and why there are none where the model cannot be followed."""
         try:
             example = self.session.data.fitted[0].first(2)
-            return find_neuron_groups(copy.deepcopy(self.model).eval(), self.session.units, example), ""
+            return find_prunable(copy.deepcopy(self.model).eval(), self.session.units, example), ""
         except Untraceable as error:
             return [], str(error)
 
     @cached_property
     def curves(self) -> tuple[dict[str, LayerCurve], list[NeuronCurve]]:
         """Output error over size, probed once for all budgets."""
-        return probe(self.session, self.hidden[0], self.progress)
+        return probe(self.session, self.groups[0], self.progress)
 
     @cached_property
     def price(self) -> Price | None:
         """What the budget counts; None: multiply-adds."""
         if self.objective in ("latency", "int8"):
-            return (Latency if self.objective == "latency" else Int8Latency)(self.session, self.hidden[0])
+            return (Latency if self.objective == "latency" else Int8Latency)(self.session, self.groups[0])
         return parameters(self.curves[0]) if self.objective == "parameters" else None
 
     def reaches(self, budget: float) -> bool:
@@ -277,13 +278,13 @@ class _Fitting:
 
     def _fitted(self, allotted: float, budget: float) -> nn.Module:
         """The model with layers of the sizes that a budget allots; budget: what was asked for."""
-        session, (hidden, untraced) = self.session, self.hidden
+        session, (groups, untraced) = self.session, self.groups
         allocation = allocate(*self.curves, allotted, self.price)
         student = copy.deepcopy(session.dense)
         operators = fit_layers_(session, student, Chooser(session, allocation), self.progress)
         recurrent = [name for name in self.parts if self.units[name].kind == "recurrent"]
         result, changes = expand_recurrent(copy.deepcopy(self.model), recurrent), {}
-        result, left = assembled(result, session, operators, hidden)
+        result, left = assembled(result, session, operators, groups)
         for name, parts in self.parts.items():
             if name in recurrent:
                 result = collapse_recurrent(result, name)

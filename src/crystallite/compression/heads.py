@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from crystallite.compression.groups import NeuronGroup, rotate_heads_
 from crystallite.compression.session import Session
+from crystallite.graph.neuron_groups import NeuronGroup, rotate_heads_
 from crystallite.statistics.moments import Moments
 
 __all__ = ["order_head_numbers_"]

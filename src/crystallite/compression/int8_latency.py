@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from crystallite.compression.groups import NeuronGroup
 from crystallite.compression.latency import RUNS, Latency
 from crystallite.compression.operator_specs import OperatorSpec
 from crystallite.compression.session import Session
 from crystallite.core.errors import CrystalliteError
+from crystallite.graph.neuron_groups import NeuronGroup
 from crystallite.operators.conv import Convolution
 from crystallite.statistics.layer_io import matrix_of
 

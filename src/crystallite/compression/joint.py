@@ -14,7 +14,8 @@ from crystallite.compression.sequential import fit_layers_, fitted_operator
 from crystallite.compression.session import Session
 from crystallite.core.errors import InvalidOption
 from crystallite.data.positions import real_rows
-from crystallite.partitioning.partition import Partition, decorrelated_partition, find_chains, random_partition
+from crystallite.graph.chains import find_chains
+from crystallite.partitioning.partition import Partition, decorrelated_partition, random_partition
 from crystallite.statistics.layer_io import read_rows
 from crystallite.statistics.output_error import mean_output_error
 from crystallite.statistics.regression import Regression
@@ -29,7 +30,7 @@ def fit_jointly(session: Session, blocks: int, example: Any, progress: bool) -> 
     """The operators of all layers, blocks where they are joined; of a few partitions that with least output error."""
     chains = [
         chain
-        for chain in find_chains(session.dense, list(session.units), (), example)
+        for chain in find_chains(session.dense, list(session.units), (), example, ("evaluation",))
         if len(chain.layers) > 1 and min(chain.sizes.values()) >= blocks
     ]
     if not chains:

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from crystallite.compression.groups import NeuronGroup
 from crystallite.compression.operator_specs import FittedOperator, OperatorSpec
 from crystallite.compression.session import Session
+from crystallite.graph.neuron_groups import NeuronGroup
 from crystallite.operators.conv import Convolution
 from crystallite.statistics.layer_io import matrix_of
 from crystallite.statistics.watching import watching
@@ -33,7 +33,7 @@ class Latency:
     def __init__(self, session: Session, groups: Sequence[NeuronGroup] = ()) -> None:
         """groups: hidden neurons; layers around attention heads keep their sizes outwards."""
         self.session, self.known = session, dict[Any, float]()
-        self.embedded = {name for group in groups if group.heads for name in (*group.writers, group.reader)}
+        self.embedded = {name for group in groups if group.heads for name in group.layers}
         with watching(session.dense, session.units) as calls:
             session.data.fitted[0].run(session.dense)
         self.read: dict[str, Tensor] = {name: own[-1].inputs[0] for name, own in calls.items()}

@@ -10,12 +10,12 @@ from torch import Tensor
 from tqdm import tqdm
 
 from crystallite.compression.allocation import LayerCurve, NeuronCurve, falling
-from crystallite.compression.groups import NeuronGroup
 from crystallite.compression.heads import order_head_numbers_
 from crystallite.compression.influence import influence
 from crystallite.compression.operator_specs import OperatorSpec, approximate, low_rank_factors
 from crystallite.compression.pruning import eliminate
 from crystallite.compression.session import LayerGroupMoments, Session
+from crystallite.graph.neuron_groups import NeuronGroup
 from crystallite.operators.conv import Convolution
 from crystallite.statistics.layer_io import matrix_of, set_layer_
 from crystallite.statistics.observer import Carry, outputs_of
@@ -35,19 +35,19 @@ Factors = tuple[Tensor, Tensor]  # (outputs, ranks) and (ranks, inputs), best fi
 
 
 def probe(
-    session: Session, hidden: Sequence[NeuronGroup], progress: bool
+    session: Session, groups: Sequence[NeuronGroup], progress: bool
 ) -> tuple[dict[str, LayerCurve], list[NeuronCurve]]:
-    """Curves for every layer and every group of hidden neurons; attention heads of the dense model are rotated before.
+    """Curves for every layer and every group of hidden neurons; attention heads of the dense model are rotated first.
 
     A layer's own error at each size is known in closed form; what an error of it does to the model's outputs is
     measured once, on held-out samples. Their product is the expected output error. Cost: one run of the model over
     the data, and for each layer a run from it to the end on 64 samples.
     """
-    order_head_numbers_(session, hidden)
+    order_head_numbers_(session, groups)
     session.output_factors.update(influence(session))
     layers: dict[str, LayerCurve] = {}
     neurons: dict[str, NeuronCurve] = {}
-    readers = {group.reader: group for group in hidden}
+    readers = {group.reader: group for group in groups}
     probe_data = _Probe(session)
     carry = session.start()
     for segment, layer_groups in enumerate(tqdm(session.plan.segments, "probing", disable=not progress)):
@@ -106,11 +106,11 @@ def _layer_options(regression: Regression, factors: Factors, own: Tensor | None)
     return found
 
 
-def _neuron_options(regression: Regression, hidden: NeuronGroup) -> list[tuple[int, float]]:
+def _neuron_options(regression: Regression, group: NeuronGroup) -> list[tuple[int, float]]:
     """How many neurons may be kept, each with the reader's held-out error; all of them first."""
-    found = eliminate(regression, _sizes(hidden.size), hidden.width)
+    found = eliminate(regression, _sizes(group.size), group.width)
     errors = ((count, regression.error(weight, kept)) for count, (kept, weight) in found.items())
-    return falling([(hidden.size, 0.0), *errors])
+    return falling([(group.size, 0.0), *errors])
 
 
 class _Probe:

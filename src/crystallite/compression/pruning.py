@@ -1,17 +1,36 @@
-"""NeuronGroup neurons that can go: which ones, so that the rest can make good for them."""
+"""Neurons that can go: in which groups, and which ones, so that the rest can make good for them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from crystallite.data.batch import Batch
+from crystallite.graph.neuron_groups import NeuronGroup, find_neuron_groups
+from crystallite.graph.trials import acts_alone, can_rotate
 from crystallite.statistics.regression import Regression
 
-__all__ = ["eliminate"]
+__all__ = ["eliminate", "find_prunable"]
 
 _PORTION = 1 / 48  # of the neurons that go at once; after each portion all others are fitted again
+
+
+def find_prunable(model: nn.Module, names: Collection[str], batch: Batch) -> list[NeuronGroup]:
+    """The neurons between some layers that each act on their own on one reader, which can then be fitted without them.
+
+    The numbers that attention heads hand on from a value layer to an output layer are such neurons once they have been
+    rotated. Raises `Untraceable` where the model's graph cannot be had.
+
+    >>> _ = torch.manual_seed(0)
+    >>> net = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 8), nn.Softmax(-1), nn.Linear(8, 2))
+    >>> [group.layers for group in find_prunable(net, {"0", "2", "4"}, Batch(0, 9, (torch.randn(9, 2),)))]
+    [('0', '2')]
+    """
+    groups = find_neuron_groups(model, names, batch)
+    single = [group for group in groups if group.is_aligned and len(group.readers) == 1]
+    return [g for g in single if (can_rotate if g.inside_heads else acts_alone)(model, g, batch)]
 
 
 def eliminate(regression: Regression, sizes: Sequence[int], width: int = 1) -> dict[int, tuple[Tensor, Tensor]]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +19,10 @@ from crystallite.graph import axes as union
 from crystallite.graph.operator_rules import Reader
 from crystallite.graph.sequential_calls import Watch
 
-__all__ = ["Axis", "Layer", "Space", "Spaces", "Untraceable", "export_quietly", "trace"]
+__all__ = ["Axis", "Layer", "Mode", "Space", "Spaces", "Untraceable", "export_quietly", "trace"]
 
 Axis = tuple[tuple[int, ...], ...]  # one or more ranges after each other, each a product of spaces, outermost first
+Mode = Literal["evaluation", "training"]
 _LOGGERS = ("torch._subclasses.fake_tensor", "torch.export", "torch.fx.experimental.symbolic_shapes")  # print errors
 
 
@@ -56,12 +58,42 @@ class Spaces:
     unused: tuple[str, ...] = ()  # parameters that forward does not use: who knows which neurons they belong to
     whole: frozenset[str] = frozenset()  # nn.Sequentials that run only as a whole, as far as forward goes
 
+    def sizes(self, part: Sequence[int]) -> list[int]:
+        """How many neurons each of some spaces has."""
+        return [self.spaces[space].size for space in part]
+
+    def length(self, axis: Axis) -> int:
+        return sum(math.prod(self.sizes(part)) for part in axis)
+
+    def neurons(self, space: int) -> int:
+        """How many neurons share the order of a space; those of other heads have another, and count too."""
+        return math.prod(self.sizes((*self.spaces[space].within, space)))
+
+    def labels(self, axis: Axis, space: int) -> Tensor:
+        """(length of the axis,) the neuron of a space that each index belongs to, −1 where none.
+
+        >>> spaces = trace(nn.Sequential(nn.Conv1d(1, 3, 1), nn.Flatten(), nn.Linear(6, 1)), torch.zeros(2, 1, 2))
+        >>> spaces.labels(spaces.layers[1].columns, spaces.layers[0].rows[0][0]).tolist()
+        [0, 0, 1, 1, 2, 2]
+        """
+        found = []
+        for part in axis:
+            sizes = self.sizes(part)
+            labels = torch.full(sizes, -1)
+            if space in part:
+                labels = torch.zeros(sizes, dtype=torch.long)
+                for each in (*self.spaces[space].within, space):
+                    along = [-1 if other == each else 1 for other in part]
+                    labels = labels * self.spaces[each].size + torch.arange(self.spaces[each].size).view(along)
+            found.append(labels.flatten())
+        return torch.cat(found)
+
     def __repr__(self) -> str:
         free = sum(not space.fixed for space in self.spaces)
         return f"Spaces({len(self.layers)} layers, {free} of {len(self.spaces)} spaces free)"
 
 
-def trace(model: nn.Module, example: Any = None) -> Spaces:
+def trace(model: nn.Module, example: Any = None, modes: Sequence[Mode] = ("evaluation", "training")) -> Spaces:
     """The spaces of a model's neurons, from its graphs of ATen operators in evaluation and in training mode.
 
     Two axes are in one space if renumbering the neurons of one takes the same renumbering of the other to keep the
@@ -70,10 +102,12 @@ def trace(model: nn.Module, example: Any = None) -> Spaces:
 
     - `example`: inputs that the model accepts: a tensor, a tuple of arguments or a dict of named ones. Left out, a
       transformers model's own are used, or they are guessed from the model's first layer.
+    - `modes`: what is found holds in these. A model that drops layers at random while it trains can be followed in
+      evaluation only.
 
     Raises `Untraceable` with the reason where no input can be guessed or `torch.export` cannot follow the model in one
-    of its modes. What forward does with these inputs is all that is seen: not other methods, not branches that other
-    inputs would take. The model is not changed. Cost: two runs on shapes alone; no weight is read or copied.
+    of the modes. What forward does with these inputs is all that is seen: not other methods, not branches that other
+    inputs would take. The model is not changed. Cost: a run on shapes alone in each mode; no weight is read or copied.
 
     >>> spaces = trace(nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2)))
     >>> [(layer.name, layer.rows, layer.columns) for layer in spaces.layers]
@@ -89,8 +123,8 @@ def trace(model: nn.Module, example: Any = None) -> Spaces:
     owners: dict[int, tuple[str, list[union.Axis]]] = {}  # tied names are one tensor
     names: dict[Node, str] = {}
     used: set[int] = set()
-    for training in (False, True):  # one set of axes: what either mode asks for holds
-        program = _export(model, example, list(tensors.values()), training, watch)
+    for mode in modes:  # one set of axes: what any mode asks for holds
+        program = _export(model, example, list(tensors.values()), mode, watch)
         signature = program.graph_signature
         stored = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
         watch.read(program.graph.nodes)
@@ -175,13 +209,12 @@ def _owner(weight: str) -> str | None:
 
 
 def _export(
-    model: nn.Module, example: Any, tensors: list[Tensor], training: bool, watch: Watch
+    model: nn.Module, example: Any, tensors: list[Tensor], mode: Mode, watch: Watch
 ) -> torch.export.ExportedProgram:
     # a copy of everything but the tensors: the model keeps its mode, its hooks and its attributes
-    twin = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors}).train(training)
+    twin = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors}).train(mode == "training")
     watch.watch_(twin)
-    config: Any = getattr(twin, "config", None)
-    if hasattr(config, "use_cache"):
+    for config in _configs(twin):
         config.use_cache = False  # a cache is no result of the function
     reasons: list[str] = []
     for arguments, named in _inputs(model, example):
@@ -192,8 +225,21 @@ def _export(
             reasons.append(f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}")
     if not reasons:
         raise Untraceable("no input can be guessed for this model: pass example=, a batch it accepts")
-    mode = " in training mode" if training else ""
-    raise Untraceable(f"torch.export cannot follow this model{mode} ({reasons[0]}): pass example=, a batch it accepts")
+    raise Untraceable(
+        f"torch.export cannot follow this model in {mode} mode ({reasons[0]}): pass example=, a batch it accepts"
+    )
+
+
+def _configs(model: nn.Module) -> list[Any]:
+    """The configurations of a transformers model that may ask for a cache: its parts' own, and those inside others."""
+    waiting: list[Any] = [module.config for module in model.modules() if hasattr(module, "config")]
+    found: dict[int, Any] = {}
+    while waiting:
+        config = waiting.pop()
+        if id(config) not in found:
+            found[id(config)] = config
+            waiting += [value for value in getattr(config, "__dict__", {}).values() if hasattr(value, "to_dict")]
+    return [config for config in found.values() if hasattr(config, "use_cache")]
 
 
 def export_quietly(

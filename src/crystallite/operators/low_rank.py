@@ -159,7 +159,7 @@ class LowRankConv(nn.Module):
         return self.up.in_channels
 
     @property
-    def bias(self) -> nn.Parameter | None:
+    def bias(self) -> Tensor | None:
         return self.up.bias
 
     @property

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from crystallite.data.batch import Batch
 from crystallite.data.positions import real_positions
-from crystallite.partitioning.partition import Chain, Partition
+from crystallite.graph.chains import Chain
+from crystallite.partitioning.partition import Partition
 from crystallite.statistics.moments import Moments
 from crystallite.statistics.watching import watching
 
@@ -31,7 +32,7 @@ def assign_by_explained_variance(partition: Partition, model: nn.Module, batches
 
     Cost: a run of the model, a Gram matrix for each layer.
 
-    >>> from crystallite.partitioning.partition import find_chains
+    >>> from crystallite.graph.chains import find_chains
     >>> net = nn.Sequential(nn.Linear(4, 4, bias=False), nn.ReLU(), nn.Linear(4, 2))
     >>> with torch.no_grad():
     ...     _ = net[0].weight.copy_(torch.eye(4))

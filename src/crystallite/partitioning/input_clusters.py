@@ -8,7 +8,8 @@ import numpy as np
 from scipy.linalg import eigh
 from torch import Tensor
 
-from crystallite.partitioning.partition import Chain, Partition, random_partition
+from crystallite.graph.chains import Chain
+from crystallite.partitioning.partition import Partition, random_partition
 
 __all__ = ["cluster_partition"]
 

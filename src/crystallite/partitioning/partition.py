@@ -1,66 +1,26 @@
-"""Which layers of a model separate together, and which block each of their neurons shall belong to."""
+"""Which block each neuron of a chain of layers shall belong to."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
-from torch import Tensor, nn
+from torch import Tensor
 
 from crystallite.core.errors import InvalidOption
-from crystallite.graph.trace import Spaces, trace
-from crystallite.models.layers import find_units
-from crystallite.operators.recurrent_layer import GATES
+from crystallite.graph.chains import Chain
 from crystallite.partitioning.weights import edges, owner
 from crystallite.structure.decompose import decompose
 
-__all__ = [
-    "Chain",
-    "Partition",
-    "decorrelated_partition",
-    "find_chains",
-    "joint_components",
-    "own_neurons",
-    "random_partition",
-]
+__all__ = ["Partition", "decorrelated_partition", "joint_components", "random_partition"]
 
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-_BATCH_NORM = nn.modules.batchnorm._BatchNorm
 _SWEEPS = 20  # over all inputs, of which few are needed
 _LEAST = 1e-9  # of all that is shared, which an exchange must gain: rounding could go round in circles
-
-
-@dataclass(frozen=True)
-class Chain:
-    """Weights joined by hidden neurons. Neurons that several of them read or write have one group name.
-
-    A weight goes by the name of its layer, or by its own where a layer has several: `gru.weight_hh_l0`. The neurons of
-    a convolution are its channels, those of a recurrent network its hidden units.
-    """
-
-    layers: tuple[str, ...]  # in the order in which they run
-    writes: dict[str, str]  # layer → the group of its outputs
-    reads: dict[str, str]  # layer → the group of its inputs
-    sizes: dict[str, int]  # group → neurons
-    tiles: dict[str, tuple[int, int]] = field(default_factory=dict)  # layer → how often its groups stand along rows
-    # (gates) and columns (directions); once where it is not said
-
-    def tiling(self, layer: str) -> tuple[int, int]:
-        """How often the groups of a layer stand along its rows and columns."""
-        return self.tiles.get(layer, (1, 1))
-
-    @property
-    def read_on(self) -> bool:
-        """Whether layers that are not in the chain read what its last one writes, and nothing else does."""
-        return self.writes[self.layers[-1]].startswith("hidden")
-
-    def __repr__(self) -> str:
-        return f"Chain({' → '.join(self.layers)}: {', '.join(f'{n} {s}' for n, s in self.sizes.items())})"
 
 
 @dataclass(frozen=True)
@@ -105,91 +65,6 @@ class Partition:
         return torch.from_numpy(outputs[:, None] == inputs)
 
 
-def find_chains(
-    model: nn.Module, targets: Sequence[str] | None = None, ignore: Sequence[str] = (), example: Any = None
-) -> tuple[Chain, ...]:
-    """The weights of a model that can be separated, those together that share hidden neurons.
-
-    Hidden neurons join layers where only linear layers, convolutions and batch norms hold weights for them: an MLP is
-    one chain, and so are a stack of convolutions and each feed-forward pair of a transformer, plain or gated. A norm
-    over the neurons, as in a residual stream, mixes all of them, so it ends a chain. A recurrent network is a chain of
-    its own; a unit of a layer is in the same block in both directions. Grouped convolutions are left alone.
-
-    - `targets`: patterns of layer names. None: all layers that are joined with another.
-    - `example`: inputs of the model, as for `trace`.
-
-    >>> find_chains(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)))
-    (Chain(0 → 2: in 8, hidden 1 16, out 4),)
-    """
-    units = {unit.name: unit.module for unit in find_units(model, targets or ("*",), ignore) if not unit.reason}
-    usable = {name for name, module in units.items() if type(module) is nn.Linear or _is_plain_convolution(module)}
-    recurrent = [_recurrent_chain(name, module) for name, module in units.items() if isinstance(module, nn.RNNBase)]
-    if not usable and not recurrent:
-        raise InvalidOption(f"no layer to separate matches targets {targets} and ignore {list(ignore)}")
-    spaces = trace(model, example)
-    layers = {layer.name: layer for layer in spaces.layers if layer.name in usable}
-    hidden = {((space,),) for space in own_neurons(model, spaces, (nn.Linear, *_CONVOLUTIONS, _BATCH_NORM))}
-    joined: list[list[str]] = []
-    for name, layer in layers.items():
-        ends = {layer.rows, layer.columns} & hidden
-        met = [chain for chain in joined if any({layers[n].rows, layers[n].columns} & ends for n in chain)]
-        joined = [chain for chain in joined if chain not in met] + [[*(n for chain in met for n in chain), name]]
-    chains = [_chain([n for n in layers if n in chain], layers, hidden, model) for chain in joined] + recurrent
-    chains = [chain for chain in chains if targets is not None or len(chain.layers) > 1] or chains
-    order = {name: place for place, (name, _) in enumerate(model.named_modules())}
-    return tuple(sorted(chains, key=lambda chain: order[owner(chain.layers[0])[0]]))
-
-
-def _is_plain_convolution(module: nn.Module) -> bool:
-    return isinstance(module, _CONVOLUTIONS) and module.groups == 1
-
-
-def _recurrent_chain(name: str, module: nn.RNNBase) -> Chain:
-    prefix, directions = f"{name}." if name else "", ("", "_reverse")[: 1 + module.bidirectional]
-    sizes = {"in": module.input_size}
-    writes, reads, tiles = dict[str, str](), dict[str, str](), dict[str, tuple[int, int]]()
-    for layer in range(module.num_layers):
-        before, own = f"hidden {layer}" if layer else "in", f"hidden {layer + 1}"
-        sizes[own] = module.hidden_size
-        for direction in directions:
-            for kind, read in (("ih", before), ("hh", own)):
-                weight = f"{prefix}weight_{kind}_l{layer}{direction}"
-                writes[weight], reads[weight] = own, read
-                tiles[weight] = GATES[module.mode], len(directions) if read not in ("in", own) else 1
-    return Chain(tuple(writes), writes, reads, sizes, tiles)
-
-
-def _chain(names: list[str], layers: dict[str, Any], hidden: set[Any], model: nn.Module) -> Chain:
-    writes, reads = dict[str, str](), dict[str, str]()
-    sizes, groups = dict[str, int](), dict[Any, str]()
-    for name in names:
-        layer, weight = layers[name], model.get_parameter(f"{name}.weight" if name else "weight")
-        for axis, side, found, size in (
-            (layer.columns, "in", reads, weight.shape[1]),
-            (layer.rows, "out", writes, weight.shape[0]),
-        ):
-            key = axis if axis in hidden else (side, axis)  # what enters and what leaves separate apart
-            if key not in groups:
-                inside = axis in hidden
-                count = sum(group.startswith("hidden" if inside else side) for group in groups.values()) + inside
-                groups[key] = f"hidden {count}" if inside else side + (f" {count + 1}" if count else "")
-            found[name] = groups[key]
-            sizes[groups[key]] = int(size)
-    return Chain(tuple(names), writes, reads, sizes)
-
-
-def own_neurons(model: nn.Module, spaces: Spaces, kinds: tuple[type, ...]) -> set[int]:
-    """Spaces whose order is free and for which only modules of these kinds hold tensors."""
-    strangers = {
-        space
-        for (tensor, _), axis in spaces.places.items()
-        for part in axis
-        for space in part
-        if not isinstance(model.get_submodule(tensor.rpartition(".")[0]), kinds)
-    }
-    return {i for i, space in enumerate(spaces.spaces) if not space.fixed and not space.within} - strangers
-
-
 def random_partition(chains: Sequence[Chain], blocks: int, seed: int = 0) -> Partition:
     """Every group of neurons shared out at random to blocks of equal size (±1).
 
@@ -197,6 +72,8 @@ def random_partition(chains: Sequence[Chain], blocks: int, seed: int = 0) -> Par
     long enough, hidden neurons shared out at random end nearly as good as chosen ones; a network that has modules of
     its own should be split along them: pass those as a `Partition`.
 
+    >>> from torch import nn
+    >>> from crystallite.graph.chains import find_chains
     >>> chains = find_chains(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)))
     >>> int(random_partition(chains, 2).mask("0").sum())
     64
@@ -265,6 +142,8 @@ def joint_components(chain: Chain, weights: Mapping[str, Any]) -> dict[str, np.n
 
     Numbered without gaps. One pass over each matrix.
 
+    >>> from torch import nn
+    >>> from crystallite.graph.chains import find_chains
     >>> chain = find_chains(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 1)))[0]
     >>> {k: v.tolist() for k, v in joint_components(chain, {"0": np.eye(2), "2": np.array([[0.0, 1.0]])}).items()}
     {'in': [0, 1], 'hidden 1': [0, 1], 'out': [1]}

@@ -51,10 +51,10 @@ def fold_(model: nn.Module, structures: dict[str, BipartiteStructure], spaces: S
     >>> folds[0].order.tolist(), decompose(model[2].weight).col_block.tolist()
     ([1, 3, 0, 2], [0, 0, 1, 1])
     """
-    spread = _Orders(spaces)
+    orders = _Orders(spaces)
     layers = [layer for layer in spaces.layers if layer.name in structures]
     for layer in layers:
-        expected = (spread.length(layer.rows), spread.length(layer.columns))
+        expected = (spaces.length(layer.rows), spaces.length(layer.columns))
         if structures[layer.name].shape != expected:
             raise InvalidOption(
                 f"the structure of {layer.name!r} is {structures[layer.name].shape}, its layer is {expected}: "
@@ -62,10 +62,10 @@ def fold_(model: nn.Module, structures: dict[str, BipartiteStructure], spaces: S
             )
     in_blocks = [layer for layer in layers if structures[layer.name].n_blocks > 1]
     for space in _backwards(spaces):
-        keys = list(_keys(space, in_blocks, structures, spread))
+        keys = list(_keys(space, in_blocks, structures, orders))
         if keys:
-            spread.chosen[space] = np.lexsort(keys[::-1], axis=-1)
-    folds = _folds(spread)
+            orders.chosen[space] = np.lexsort(keys[::-1], axis=-1)
+    folds = _folds(orders)
     _move_(model, [(fold.order, fold.places) for fold in folds])
     return folds
 
@@ -117,17 +117,11 @@ class _Orders:
         self.spaces = spaces
         self.chosen: dict[int, np.ndarray] = {}  # (sizes of the spaces it lies within…, size)
 
-    def sizes(self, part: tuple[int, ...]) -> list[int]:
-        return [self.spaces.spaces[space].size for space in part]
-
-    def length(self, axis: Axis) -> int:
-        return sum(math.prod(self.sizes(part)) for part in axis)
-
     def along(self, axis: Axis) -> np.ndarray:
         """The order of a whole axis."""
         result, start = [], 0
         for part in axis:
-            sizes = self.sizes(part)
+            sizes = self.spaces.sizes(part)
             old: dict[int, np.ndarray] = {}
             for space, new in zip(part, np.indices(sizes), strict=True):
                 outer = tuple(old[w] for w in self.spaces.spaces[space].within)
@@ -167,15 +161,14 @@ def _keys(
 
 def _key(space: int, axis: Axis, block: np.ndarray, orders: _Orders) -> Iterator[np.ndarray]:
     """The first block that each neuron of a space belongs to; dormant ones come last."""
-    start = 0
+    spaces, start = orders.spaces, 0
+    rank = np.where(block < 0, block.max(initial=0) + 1, block)
     for part in axis:
-        sizes = orders.sizes(part)
-        stop = start + math.prod(sizes)
+        stop = start + spaces.length((part,))
         if space in part:
-            kept = [part.index(s) for s in (*orders.spaces.spaces[space].within, space)]
-            rank = np.where(block < 0, block.max(initial=0) + 1, block)[start:stop].reshape(sizes)
-            rank = np.moveaxis(rank, kept, range(len(kept)))
-            yield rank.min(axis=tuple(range(len(kept), rank.ndim)))
+            first = np.full(spaces.neurons(space), rank.max())
+            np.minimum.at(first, spaces.labels((part,), space).numpy(), rank[start:stop])
+            yield first.reshape(spaces.sizes((*spaces.spaces[space].within, space)))
         start = stop
 
 

@@ -2,8 +2,8 @@
 
 ```
 trained model, batches
-  └─ partitioning/        chains of weights that share hidden neurons; a block for every neuron: inputs that vary
-                          together, neurons where most of their variance is explained
+  └─ partitioning/        chains of weights that share hidden neurons (`graph/chains.py`); a block for every neuron:
+                          inputs that vary together, neurons where most of their variance is explained
                           (modules.py: functional modules that were found)
        └─ scale.py             hidden neurons in balanced units, so that a bound on weights means something
             └─ refit.py             blocks fitted by least squares to what the dense layers compute
@@ -20,8 +20,9 @@ adapters train them.
 The package is named after a thing, so that `upgrade` stays a function.
 """
 
+from crystallite.graph.chains import Chain, find_chains
 from crystallite.partitioning.input_clusters import cluster_partition
-from crystallite.partitioning.partition import Chain, Partition, decorrelated_partition, find_chains, random_partition
+from crystallite.partitioning.partition import Partition, decorrelated_partition, random_partition
 from crystallite.separation.lora import lora_for_blocks
 from crystallite.separation.transfer import to_blocks, to_dense, transfer_optimizer
 from crystallite.separation.update import mask_gradients, redistribute, updated

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from crystallite.core.errors import InvalidOption
 from crystallite.data.batch import Batch
 from crystallite.discovery.modules import Modules
-from crystallite.partitioning.partition import Chain, Partition
+from crystallite.graph.chains import Chain
+from crystallite.partitioning.partition import Partition
 from crystallite.partitioning.weights import owner
 from crystallite.statistics.watching import layer_call
 

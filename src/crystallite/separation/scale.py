@@ -9,72 +9,57 @@ is rescaled: weights are tested as they are trained.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from crystallite.annealing.nulls import Null
-from crystallite.graph.trace import Spaces
-from crystallite.partitioning.partition import own_neurons
+from crystallite.graph.neuron_groups import NeuronGroup
 from crystallite.partitioning.weights import parameter
 
 __all__ = ["balance_"]
 
-_Layer = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
-_KINDS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _SWEEPS = 4  # neurons of consecutive layers depend on each other
 
 
 @torch.no_grad()
-def balance_(model: nn.Module, spaces: Spaces, nulls: Mapping[str, Null], run: Any) -> list[str]:
+def balance_(model: nn.Module, groups: Iterable[NeuronGroup], nulls: Mapping[str, Null], run: Any) -> list[str]:
     """Bring hidden neurons into balanced units, in place; returns the layers that read those which could be.
 
     nulls: by parameter name. run(): the model's output on some inputs; units are changed only where it stays the same
     to the last bit, which holds for ReLU and its like and not for GELU.
     """
-    known = {layer.name: layer for layer in spaces.layers if isinstance(model.get_submodule(layer.name), _KINDS)}
-    groups = []
-    for space in sorted(own_neurons(model, spaces, _KINDS)):
-        writers = [_layer(model, name) for name, layer in known.items() if layer.rows == ((space,),)]
-        readers = [name for name, layer in known.items() if layer.columns == ((space,),)]
-        if writers and readers:
-            groups.append((writers, readers, space))
-    scale = {id(_layer(model, n)): nulls[parameter(n)].scale for n in known if parameter(n) in nulls}
     expected, free = run(), []
-    for writers, readers, space in groups:
-        layers = [_layer(model, name) for name in readers]
-        trial = torch.full((spaces.spaces[space].size,), 2.0, device=layers[0].weight.device)
-        _rescale_(writers, layers, trial)
+    for group in groups:
+        if group.norms or any(len(labels) != group.size for labels in group.carried.values()):
+            continue
+        double = torch.full((group.size,), 2.0)
+        _rescale_(model, group, double)
         if torch.equal(run(), expected):
-            free.append((writers, layers, readers))
-        _rescale_(writers, layers, 1 / trial)
+            free.append(group)
+        _rescale_(model, group, 1 / double)
     for _ in range(_SWEEPS):
-        for writers, layers, _ in free:
-            incoming = torch.cat([w.weight.flatten(1) / scale[id(w)] for w in writers], 1).square().mean(1).sqrt()
-            outgoing = torch.cat([r.weight.transpose(0, 1).flatten(1) / scale[id(r)] for r in layers], 1)
-            outgoing = outgoing.square().mean(1).sqrt()
+        for group in free:
+            incoming = _root_mean_square(model, group.writers, 0, nulls)
+            outgoing = _root_mean_square(model, group.readers, 1, nulls)
             idle = (incoming == 0) | (outgoing == 0)
             factor = torch.exp2((0.5 * torch.log2(outgoing / incoming)).round())
-            _rescale_(writers, layers, torch.where(idle, torch.ones_like(factor), factor))
-    return sorted({name for _, _, readers in free for name in readers})
+            _rescale_(model, group, torch.where(idle, torch.ones_like(factor), factor))
+    return sorted({name for group in free for name in group.readers})
 
 
-def _rescale_(writers: list[_Layer], readers: list[_Layer], factor: Tensor) -> None:
-    for writer in writers:
-        writer.weight.mul_(_along(factor, 0, writer.weight))
-        if writer.bias is not None:
-            writer.bias.mul_(factor.to(writer.bias.dtype))
-    for reader in readers:
-        reader.weight.div_(_along(factor, 1, reader.weight))
+def _root_mean_square(model: nn.Module, names: Iterable[str], axis: int, nulls: Mapping[str, Null]) -> Tensor:
+    """(neurons,) of the weights of some layers for each neuron, along this axis, in units of their nulls."""
+    weights = {name: model.get_parameter(name) for name in map(parameter, names)}
+    units = [weight.transpose(0, axis).flatten(1) / nulls[name].scale for name, weight in weights.items()]
+    return torch.cat(units, 1).square().mean(1).sqrt()
 
 
-def _along(factor: Tensor, axis: int, weight: Tensor) -> Tensor:
-    return factor.to(weight.dtype).view([-1 if i == axis else 1 for i in range(weight.ndim)])
-
-
-def _layer(model: nn.Module, name: str) -> _Layer:
-    layer = model.get_submodule(name)
-    assert isinstance(layer, _KINDS)
-    return layer
+def _rescale_(model: nn.Module, group: NeuronGroup, factor: Tensor) -> None:
+    """Multiply what writers say of each neuron, and divide what readers make of it."""
+    for name, axis in group.carried:
+        tensor = model.get_parameter(name)
+        along = factor.to(tensor).view([-1 if i == axis else 1 for i in range(tensor.ndim)])
+        tensor.div_(along) if axis else tensor.mul_(along)

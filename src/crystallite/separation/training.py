@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from crystallite.core.errors import InvalidOption
 from crystallite.data.batch import Batch, batches
-from crystallite.partitioning.partition import Chain
+from crystallite.graph.chains import Chain
 from crystallite.partitioning.weights import owner, weight_of
 from crystallite.separation.readouts import Readouts
 from crystallite.separation.straight_through import Gate

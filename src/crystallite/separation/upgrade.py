@@ -20,18 +20,13 @@ from crystallite.core.errors import CrystalliteError, InvalidOption
 from crystallite.data.batch import Batch, batches, repeatable
 from crystallite.data.positions import count_positions
 from crystallite.discovery.modules import Modules
+from crystallite.graph.chains import Chain, find_chains
+from crystallite.graph.neuron_groups import neuron_groups
 from crystallite.graph.trace import trace
 from crystallite.models.artifact import source_sha256
 from crystallite.partitioning.assignment import assign_by_explained_variance
 from crystallite.partitioning.input_clusters import cluster_partition
-from crystallite.partitioning.partition import (
-    Chain,
-    Partition,
-    decorrelated_partition,
-    find_chains,
-    joint_components,
-    random_partition,
-)
+from crystallite.partitioning.partition import Partition, decorrelated_partition, joint_components, random_partition
 from crystallite.partitioning.weights import owner, parameter, weight_of
 from crystallite.reorganization.blocks import clear_idle_, in_blocks
 from crystallite.separation.modules import module_partition
@@ -171,7 +166,8 @@ def upgrade(
         initial = _initial(student)
         chosen = {parameter(name): _chosen(null, parameter(name), initial) for name in partition.layers}
         thresholds = {name: chosen[parameter(name)].threshold(level) for name in partition.layers}
-        balanced = balance_(student, trace(student, example), initial | chosen, lambda: batch.call(student))
+        groups = neuron_groups(student, trace(student, example)).values()
+        balanced = balance_(student, groups, initial | chosen, lambda: batch.call(student))
         dense.load_state_dict(student.state_dict())  # the same function in the same units
         readouts = None if loss is None or block_loss == 0 else readouts_for(dense, partition, batch)
         if block_loss and readouts is None:
