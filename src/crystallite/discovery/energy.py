@@ -82,7 +82,8 @@ def _samples(data: Any, limit: int) -> Iterator[Batch]:
 
 def _argument(batch: Batch) -> tuple[int | str, Tensor]:
     """The place or name of the features, the first floating-point tensor with more than one axis, and the features."""
-    given: dict[int | str, Any] = {**dict(enumerate(batch.positional)), **batch.named}
+    given: dict[int | str, Any] = dict(enumerate(batch.positional))
+    given.update(batch.named.items())
     for key, value in given.items():
         if isinstance(value, Tensor) and value.is_floating_point() and value.ndim > 1:
             return key, value
