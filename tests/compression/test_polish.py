@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import crystallite as cx
+from crystallite.compression import polish
 from crystallite.compression.compress import compress
 from crystallite.compression.polish import polish_
 from crystallite.data.calibration import Calibration

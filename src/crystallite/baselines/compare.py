@@ -161,13 +161,13 @@ def makers(
         raise InvalidOption(
             f"expected a smaller model, got one of {limit:,} multiply-adds where the original has {total:,}"
         )
-    told = None if groups is None else list(groups)
+    chosen_groups = None if groups is None else list(groups)
 
     def known() -> list[Group]:
-        nonlocal told
-        if told is None:
-            told = find_groups(dense, names, few)
-        return told
+        nonlocal chosen_groups
+        if chosen_groups is None:
+            chosen_groups = find_groups(dense, names, few)
+        return chosen_groups
 
     def wanda() -> nn.Module:
         inputs = Calibration.read(calibration).all  # as many as layers are fitted on

@@ -91,7 +91,7 @@ def _bordered(labels: Sides, hubs: Sides) -> OperatorSpec:
 def _by_worth(regression: Regression, cells: Blocks) -> Iterator[tuple[int, int]]:
     """(0, output) or (1, input): what would lessen the error most as a hub, for what it costs, before what does less.
 
-    A hub output is told without error. A hub input j lessens the error e of an output that reads the columns c by
+    A hub output has no error. A hub input j lessens the error e of an output that reads the columns c by
     (eᵀx_j)² / (M_jj − M_jc M_cc⁻¹ M_cj), where M is the metric.
     """
     own, metric = regression.own, regression.metric
