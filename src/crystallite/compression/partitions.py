@@ -24,8 +24,8 @@ def best_cells(regression: Regression, blocks: int, seed: int) -> Blocks:
     """Balanced blocks of outputs and inputs that lose least on held-out samples.
 
     Tried are partitions of the inputs at random, and such that inputs which say nearly the same go to different
-    blocks. Outputs then go where most of their variance is explained, all blocks being of equal size (±1). Modules that the layer
-    itself has are tried too.
+    blocks. Outputs then go where most of their variance is explained, all blocks being of equal size (±1). Modules that
+    the layer itself has are tried too.
     """
     found = [_with_outputs(regression, labels, blocks) for labels in _input_labels(regression, blocks, seed)]
     found += _modules(regression, blocks)
