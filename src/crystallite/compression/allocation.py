@@ -15,16 +15,16 @@ __all__ = ["Allocation", "LayerCurve", "NeuronCurve", "Price", "allocate", "para
 
 @dataclass(frozen=True)
 class LayerCurve:
-    """What a layer may become, and the damage at the model's outputs that each choice is expected to do."""
+    """What a layer may become, and the output error that each choice is expected to add."""
 
     size: tuple[int, int]  # outputs, inputs
-    options: tuple[tuple[OperatorSpec, float], ...]  # the first is dense and does none
+    options: tuple[tuple[OperatorSpec, float], ...]  # the first is dense and adds none
     call_counts: int = 1  # of its weight in a call of the model, in proportion to other layers
 
 
 @dataclass(frozen=True)
 class NeuronCurve:
-    """How many hidden neurons may be kept, and the expected damage."""
+    """How many hidden neurons may be kept, and the expected output error."""
 
     group: NeuronGroup
     options: tuple[tuple[int, float], ...]  # the first keeps all
@@ -81,7 +81,7 @@ class Allocation:
         return list(self.neurons[key].group.layers)
 
     def moves(self) -> list[tuple[float, float, str | int, int]]:
-        """Every single change of a choice: how much damage it adds, what it saves, and what it changes."""
+        """Every single change of a choice: how much output error it adds, what it saves, and what it changes."""
         found = []
         for key in [*self.layers, *range(len(self.neurons))]:
             here, options = self.chosen.get(key, 0), self._options(key)
@@ -108,10 +108,10 @@ def parameters(layers: Mapping[str, LayerCurve]) -> Price:
 def allocate(
     layers: Mapping[str, LayerCurve], neurons: Sequence[NeuronCurve], budget: float, price: Price | None = None
 ) -> Allocation:
-    """The choices that do least damage and leave at most this share of what the layers cost.
+    """The choices that add least output error and leave at most this share of what the layers cost.
 
-    price: of a layer; None: its multiply-adds. Greedy: always the change that costs least damage for what it saves; at
-    the end, what the last change saved too much is given back where it helps most. Fragile layers, whose damage is
+    price: of a layer; None: its multiply-adds. Greedy: always the change that adds least error for what it saves; at
+    the end, what the last change saved too much is given back where it helps most. Sensitive layers, whose error is
     large, stay dense by themselves.
 
     >>> even = LayerCurve((8, 8), ((OperatorSpec(), 0.0), (OperatorSpec(rank=2), 1.0)))
@@ -140,7 +140,7 @@ def allocate(
 
 
 def falling(options: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
-    """A curve of (size, damage), largest first, in which less never does less damage: noise is not believed.
+    """A curve of (size, output error), largest first, in which a smaller size never has less error: noise is ignored.
 
     >>> falling([(4, 0.0), (3, 0.2), (2, 0.1)])
     [(4, 0.0), (3, 0.2), (2, 0.2)]

@@ -129,7 +129,7 @@ def _product_name(name: str, products: int) -> str:
 
 
 def sensitive(allocation: Allocation) -> dict[str, float]:
-    """Layers that stayed as they are, and the damage that half of their multiply-adds would have done; worst first."""
+    """Layers that stayed as they are, and the output error that half of their multiply-adds would add; worst first."""
     thinned = [curve.group for i, curve in enumerate(allocation.neurons) if allocation.chosen.get(i, 0)]
     smaller = {name for group in thinned for name in group.layers}
     found = {}

@@ -23,8 +23,8 @@ def best_cells(regression: Regression, blocks: int, seed: int) -> Blocks:
     """Balanced blocks of outputs and inputs that lose least on held-out samples.
 
     Tried are partitions of the inputs at random, and such that inputs which say nearly the same go to different
-    blocks. Outputs then go where they are told best, all blocks being of equal size (±1). Modules that the layer
-    itself has are tried too.
+    blocks. Outputs then go where most of their variance is explained, all blocks being of equal size (±1). Modules that
+    the layer itself has are tried too.
     """
     found = [_with_outputs(regression, labels, blocks) for labels in _input_labels(regression, blocks, seed)]
     found += _modules(regression, blocks)
@@ -56,7 +56,7 @@ def _by_correlation(metric: np.ndarray) -> np.ndarray:
 
 
 def _with_outputs(regression: Regression, labels: np.ndarray, blocks: int) -> Blocks:
-    """The blocks of a partition of the inputs, each output where it is told best, blocks being of equal size."""
+    """The blocks of a partition of the inputs, each output where it is explained best, blocks being of equal size."""
     value = explained_variance(regression.metric, regression.metric @ regression.own.T, labels, blocks)
     owner = balanced_assignment(value.cpu().numpy(), blocks)
     return tuple((np.flatnonzero(owner == b), np.flatnonzero(labels == b)) for b in range(blocks))

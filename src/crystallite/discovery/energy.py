@@ -82,12 +82,11 @@ def _samples(data: Any, limit: int) -> Iterator[Batch]:
 
 def _argument(batch: Batch) -> tuple[int | str, Tensor]:
     """The place or name of the features, the first floating-point tensor with more than one axis, and the features."""
-    given: dict[int | str, Any] = dict(enumerate(batch.positional))
-    given.update(batch.named.items())
-    for key, value in given.items():
+    given: list[tuple[int | str, Any]] = [*enumerate(batch.positional), *batch.named.items()]
+    for key, value in given:
         if isinstance(value, Tensor) and value.is_floating_point() and value.ndim > 1:
             return key, value
-    found = [f"{v.dtype} {tuple(v.shape)}" if isinstance(v, Tensor) else type(v).__name__ for v in given.values()]
+    found = [f"{v.dtype} {tuple(v.shape)}" if isinstance(v, Tensor) else type(v).__name__ for _, v in given]
     raise InvalidOption(
         f"data: expected a floating-point tensor (samples, features…), got {', '.join(found)}; the effect of token "
         "numbers has no derivative: pass their embeddings as {'inputs_embeds': …}"

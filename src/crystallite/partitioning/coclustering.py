@@ -141,10 +141,10 @@ def _labels(matrix: np.ndarray, left: np.ndarray, right: np.ndarray) -> tuple[np
     rows = np.argmax(np.abs(points[: len(left)] @ (u @ v)), axis=1)
     for _ in range(20):
         cols = assign(matrix, rows)
-        turned = assign(matrix.T, cols)
-        if np.array_equal(turned, rows) or len(np.unique(turned)) < k:
+        by_columns = assign(matrix.T, cols)
+        if np.array_equal(by_columns, rows) or len(np.unique(by_columns)) < k:
             break
-        rows = turned
+        rows = by_columns
     first = np.unique(rows, return_index=True)[1]
     renamed = np.argsort(np.argsort(first))
     rows = renamed[np.searchsorted(np.unique(rows), rows)]

@@ -19,7 +19,7 @@ __all__ = ["Gate", "GatedLinear", "attach_", "harden_", "reaching"]
 class Gate(nn.Module):
     """w → w where it is inside a block and |w| ≥ threshold, else 0; gradients reach every weight inside the blocks.
 
-    A weight below the threshold is told what it would do if it acted (straight-through), so it can grow over it.
+    A weight below the threshold has the gradient that it would have if it acted (straight-through), so it can grow.
     Weights between blocks have no gradient, so no optimizer gathers moments for them.
 
     >>> gate = Gate(torch.tensor([[True, True, False]]))

@@ -79,7 +79,7 @@ class Regression:
         return self.unwhiten(self.weight)
 
     def whiten(self, values: Tensor) -> Tensor:
-        """(outputs, …) so that the length of an error is the damage it does."""
+        """(outputs, …) so that the length of an error is what it adds to the output error."""
         return values if self.output_factor is None else self.output_factor.T @ values
 
     def unwhiten(self, values: Tensor) -> Tensor:
@@ -91,7 +91,7 @@ class Regression:
 
     @property
     def constant(self) -> bool:
-        """Whether the layer writes the same on all held-out samples, so that no error can be told."""
+        """Whether the layer writes the same on all held-out samples, so that there is no error to measure."""
         return self.variance <= torch.finfo(torch.float32).eps ** 2 * max(self.held_tt, torch.finfo(torch.float32).tiny)
 
     def bias(self, weight: Tensor) -> Tensor:

@@ -48,7 +48,8 @@ def validate(
 
     - `reorganized`: a model, or the folder of a saved one: it is loaded, and the verdict is written into its manifest,
       bound to the weights it was given on.
-    - `data`: an iterable of batches (a `DataLoader`, a list, a generator); a tensor or a dict alone is one batch.
+    - `data`: an iterable of batches (a `DataLoader`, a list, a generator); a tensor, a dict or a tuple (inputs,
+      target) alone is one batch.
       A batch is a tensor, a dict of keyword arguments (its "labels" are the target), or (inputs, target); several
       positional inputs are a tuple, ((a, b), target). Data that training has not seen say most.
     - `metric`: "accuracy", "loss", "retrieval" (does the nearest other sample have the same label?), a function
