@@ -19,7 +19,7 @@ MAY_IMPORT = {
     "data": "core",
     "graph": "core",
     "operators": "core structure",
-    "models": "core operators weights",
+    "models": "annealing core operators weights",
     "reorganization": "annealing core graph models operators structure weights",
     "discovery": "core data",
     "monitoring": "annealing core discovery structure",

@@ -18,6 +18,7 @@ from crystallite.models.artifact import (
     save,
     source_sha256,
 )
+from crystallite.models.record import CompressedOptions, ExactOptions, LayerChange, Record, UpgradedOptions, record
 from crystallite.models.summary import summary
 from crystallite.models.transformers_folder import register_reader as _register_reader
 from crystallite.monitoring import StructureMonitor
@@ -32,7 +33,7 @@ from crystallite.reorganization.restore import restore
 from crystallite.reorganization.rewrite import reorganize
 from crystallite.reorganization.subnetworks import Subnetworks, subnetworks
 from crystallite.report import Report, report
-from crystallite.separation import Upgrading, upgrade
+from crystallite.separation import upgrade
 from crystallite.serving import Service
 from crystallite.structure.bipartite import BipartiteStructure
 from crystallite.structure.decompose import decompose
@@ -53,15 +54,18 @@ __all__ = [
     "BorderedLinear",
     "BorderedStructure",
     "CheckpointError",
+    "CompressedOptions",
     "CoupledLinear",
     "CrystalliteError",
     "DirectedProfile",
     "DirectedStructure",
     "Embedding",
+    "ExactOptions",
     "Exported",
     "InvalidMap",
     "InvalidMatrix",
     "InvalidOption",
+    "LayerChange",
     "LevelProfile",
     "LoadedBlock",
     "LowRankRecurrent",
@@ -69,13 +73,14 @@ __all__ = [
     "Modules",
     "Permutation",
     "Projection",
+    "Record",
     "Report",
     "Service",
     "StructureMonitor",
     "Subnetworks",
     "Sweep",
     "Table",
-    "Upgrading",
+    "UpgradedOptions",
     "Verdict",
     "analyze",
     "anneal",
@@ -90,6 +95,7 @@ __all__ = [
     "load_block",
     "nulls",
     "read_manifest",
+    "record",
     "reorganize",
     "report",
     "restore",

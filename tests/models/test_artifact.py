@@ -13,7 +13,7 @@ from torch import nn
 
 import crystallite as cx
 from crystallite.models import artifact
-from crystallite.models.record import Fold, LayerChange, Reorganization
+from crystallite.models.record import ExactOptions, Fold, LayerChange, OperatorRecord, Record
 from tests.operators.test_chain import planted
 from tests.operators.test_linear import pair
 
@@ -42,10 +42,10 @@ def reorganized(model):
 
     small = copy.deepcopy(model)
     small.first, small.second = in_blocks(small.first), in_blocks(small.second)
-    change = LayerChange("first", "4 blocks", 48 * 48, 48 * 12, 2352, 624, 0.25, 4)
+    change = LayerChange("first", "Linear", (OperatorRecord("blocks", 4),), 48 * 48, 48 * 12, 2352, 624, 0.25)
     order = torch.randperm(48)
     fold = Fold(order, (("first.weight", 0), ("second.weight", 1)))
-    small.reorganization = Reorganization([change], [fold], {"level": 0.001, "null": "auto", "seed": 3})
+    small.reorganization = Record(ExactOptions(level=0.001), (change,), (fold,))
     return small
 
 

@@ -47,8 +47,12 @@ def _nested(depth):
     return edit
 
 
+def _record(**parts):
+    return edit_manifest(record={"options": {"type": "ExactOptions"}, **parts})
+
+
 def _fold(**fold):
-    return edit_manifest(reorganization={"changes": [], "options": {}, "folds": [fold]})
+    return _record(folds=[fold])
 
 
 LSTM = {"input_size": 2, "hidden_size": 2, "num_layers": 10**12}
@@ -60,7 +64,7 @@ HOSTILE = {
     "a list": (lambda f: (f / "manifest.json").write_text("[]"), "expected a JSON object as manifest"),
     "brackets": (lambda f: (f / "manifest.json").write_text("[" * 100_000), "brackets"),
     "a name twice": (lambda f: (f / "manifest.json").write_text('{"a": 1, "a": 2}'), "twice"),
-    "another version": (edit_manifest(version=1), "expected format crystallite 3"),
+    "another version": (edit_manifest(version=1), "expected format crystallite 4"),
     "another format": (edit_manifest(format="other"), "expected format"),
     "no modules": (edit_manifest(modules=None), "expected 'modules'"),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "missing"),
@@ -100,12 +104,14 @@ HOSTILE = {
     "a tie to nothing": (edit_manifest(tied={"extra": "nothing"}), "cannot be tied"),
     "a tie of what is stored": (edit_manifest(tied={"3.weight": "3.bias"}), "cannot be tied"),
     "a tie to no name": (edit_manifest(tied={"extra": ["3.weight"]}), "cannot be tied"),
-    "a record of other things": (edit_manifest(reorganization={"changes": [{"a": 1}]}), "record of a reorganization"),
-    "a list as a record": (edit_manifest(reorganization={"changes": [], "options": {}, "folds": 5}), "record"),
-    "folds without an order": (_fold(places=[["a", 0]]), "got no 'order'"),
+    "a record of other things": (_record(changes=[{"a": 1}]), "record of a reorganization"),
+    "a list as a record": (_record(folds=5), "record"),
+    "folds without an order": (_fold(places=[["a", 0]]), "got no record.folds.order"),
     "folds of numbers": (_fold(order=[1, 0], places=[["a", 0]]), "record of a reorganization"),
     "folds of other things": (_fold(order="1 x", places=[["a", 0]]), "record of a reorganization"),
     "folds of huge numbers": (_fold(order="9" * 5000, places=[["a", 0]]), "record of a reorganization"),
+    "folds beyond int64": (_fold(order="1 " + "9" * 30, places=[["a", 0]]), "record of a reorganization"),
+    "another method": (_record(options={"type": "os.system"}), "expected one of ExactOptions, "),
     "folds that lose a neuron": (_fold(order="1 1 0", places=[["a", 0]]), "every index below 3 once"),
     "nothing said of frozen parameters": (edit_manifest(frozen=None), "expected 'frozen'"),
 }  # fmt: skip

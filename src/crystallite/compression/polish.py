@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -20,10 +19,11 @@ from crystallite.data.calibration import Calibration, real_rows
 from crystallite.data.calls import evaluating
 from crystallite.data.outputs import tensors
 from crystallite.data.running import returned
+from crystallite.models.record import Polish
 from crystallite.separation.training import share_of_rate
 from crystallite.statistics.checkpoints import Checkpoints, State
 
-__all__ = ["Polish", "polish_"]
+__all__ = ["polish_"]
 
 _BATCH = 32  # samples of a step
 _RATE = 1e-3  # at the top of the schedule, where weights read up to 160 inputs; lower in proportion to more
@@ -31,20 +31,6 @@ _INPUTS = 160
 _LOOKS = 10  # how often the held-out error is looked at
 _PATIENCE = 7  # looks without a better one after which training ends: a high rate does harm before it helps
 _SECONDS = 30.0  # between two checkpoints
-
-
-@dataclass(frozen=True)
-class Polish:
-    """What training inside the structure came to; errors are those of the outputs on held-out samples."""
-
-    steps: int  # taken
-    before: float
-    after: float  # of the state that was kept
-    history: tuple[tuple[int, float], ...]  # step, error
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values."""
-        return {**asdict(self), "history": [list(each) for each in self.history]}
 
 
 def polish_(

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from crystallite.core.errors import CheckpointError, InvalidOption
 from crystallite.models.description import OPERATORS, build, check_indices, describe_parts, replace
-from crystallite.models.record import Reorganization
+from crystallite.models.record import ExactOptions, Record, find_record, set_record_
 from crystallite.weights.checkpoint import Checkpoint, open_checkpoint
 from crystallite.weights.stored import SourceFile, load_json
 
@@ -37,7 +37,7 @@ __all__ = [
     "source_sha256", "without_weights",
 ]  # fmt: skip
 
-VERSION = 3
+VERSION = 4
 _WEIGHTS, _MANIFEST = "model.safetensors", "manifest.json"
 _FIELDS: dict[str, type | tuple[type, ...]] = {
     "weights_sha256": str,
@@ -46,7 +46,7 @@ _FIELDS: dict[str, type | tuple[type, ...]] = {
     "training": bool,
     "tied": dict,
     "frozen": list,
-    "reorganization": dict,
+    "record": dict,
     "verdict": (dict, type(None)),
     "metadata": dict,
 }
@@ -69,8 +69,8 @@ def save(
     target = Path(path)
     if target.exists():
         raise InvalidOption(f"{target}: exists already; choose another name or remove it")
-    record = getattr(model, "reorganization", Reorganization([]))
-    if not record.fitted and not any(type(module) in OPERATORS.values() for module in model.modules()):
+    record = find_record(model) or Record(ExactOptions())
+    if record.method != "compressed" and not any(type(module) in OPERATORS.values() for module in model.modules()):
         raise InvalidOption("this model holds no reorganized layer; save it with safetensors or torch instead")
     modules = describe_parts(model)
     for name, description in modules.items():
@@ -91,7 +91,7 @@ def save(
         "training": model.training,
         "tied": ties,
         "frozen": [name for name, value in model.named_parameters() if not value.requires_grad],
-        "reorganization": record.to_plain(),
+        "record": record.to_plain(),
         "verdict": None,
         "metadata": metadata or {},
     }
@@ -157,13 +157,13 @@ def _opened(folder: Path, into: nn.Module | None, mapped: bool) -> nn.Module:
     else:
         model = without_weights(into)
         replace(model, manifest["modules"], folder / _MANIFEST)
-    record = Reorganization.from_plain(manifest["reorganization"], folder / _MANIFEST)
+    record = Record.from_plain(manifest["record"], folder / _MANIFEST)
     with open_checkpoint(folder / _WEIGHTS) as checkpoint:
         _fill(model, folder, manifest["tied"], checkpoint, mapped)
     check_indices(model, folder)
     for name, value in model.named_parameters():
         value.requires_grad_(value.is_floating_point() and name not in manifest["frozen"])
-    model.reorganization = record  # type: ignore[assignment]
+    set_record_(model, record)
     return model.train(manifest["training"])
 
 
@@ -220,7 +220,7 @@ def load_block(path: str | os.PathLike[str], layer: str, block: int) -> LoadedBl
             columns = table(f"{chain}.layers.{int(number) - 1}.neurons", columns)
         bias = table(f"{prefix}bias", lines) if f"{prefix}bias" in checkpoint.tensors else None
         weight = _tensor(checkpoint, f"{prefix}weights.{stack}")[left].clone()
-    record = Reorganization.from_plain(manifest["reorganization"], folder / _MANIFEST)
+    record = Record.from_plain(manifest["record"], folder / _MANIFEST)
     outputs, inputs = _folded(record, *((chain, int(number)) if number.isdigit() else (layer, 0)))
     rows, columns = (at if order is None else order[at] for order, at in ((outputs, rows), (inputs, columns)))
     return LoadedBlock(weight, bias, rows, columns)
@@ -291,7 +291,7 @@ def _description_at(modules: dict[str, Any], name: str) -> dict[str, Any]:
     return dict(found)
 
 
-def _folded(record: Reorganization, name: str, number: int) -> list[Tensor | None]:
+def _folded(record: Record, name: str, number: int) -> list[Tensor | None]:
     """The orders folded into the rows and columns of a layer: that of this name, or so many after it in a chain."""
     names = [change.name for change in record.changes]
     place = names.index(name) + number if name in names else len(names)

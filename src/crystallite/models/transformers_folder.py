@@ -21,14 +21,14 @@ from torch import Tensor, nn
 
 from crystallite.core.errors import CheckpointError
 from crystallite.models.description import build, check_indices, describe, describe_parts
-from crystallite.models.record import Reorganization
+from crystallite.models.record import ExactOptions, Record, find_record, set_record_
 from crystallite.models.swap import put_
 from crystallite.weights.checkpoint import open_checkpoint
 
 __all__ = ["register_reader", "write_config"]
 
 _METHOD = "crystallite"
-_VERSION = 2
+_VERSION = 3
 _READERS = "transformers.quantizers.auto"  # keeps the list of who swaps modules
 
 
@@ -50,7 +50,7 @@ def write_config(model: nn.Module, original: nn.Module | None = None) -> None:
                 "version": _VERSION,
                 "modules": modules,
                 "frozen": [name for name, value in part.named_parameters() if not value.requires_grad],
-                "reorganization": getattr(model, "reorganization", Reorganization([])).to_plain(),
+                "record": (find_record(model) or Record(ExactOptions())).to_plain(),
             }
         elif _is_ours(getattr(part.config, "quantization_config", None)):
             del part.config.quantization_config
@@ -98,7 +98,7 @@ def _register(readers: Any) -> None:
         """What `write_config` wrote, as transformers hands it on."""
 
         def __init__(
-            self, modules: Any = None, frozen: Any = None, reorganization: Any = None, version: Any = None, **_: Any
+            self, modules: Any = None, frozen: Any = None, record: Any = None, version: Any = None, **_: Any
         ) -> None:
             if version != _VERSION or not isinstance(modules, dict) or not isinstance(frozen, list):
                 came = f"version {version!r:.80} with {modules!r:.80} and {frozen!r:.80}"
@@ -106,7 +106,7 @@ def _register(readers: Any) -> None:
                     f"quantization_config: expected modules and frozen parameters in version {_VERSION}, got {came}"
                 )
             vars(self).update(quant_method=_METHOD, version=version, modules=modules, frozen=frozen)
-            vars(self).update(reorganization=reorganization)
+            vars(self).update(record=record)
 
     class BlockReader(HfQuantizer):  # type: ignore[misc, unused-ignore]
         """Puts blocks in the place of layers before weights are loaded, and checks what was loaded into them."""
@@ -118,7 +118,7 @@ def _register(readers: Any) -> None:
 
         def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
             _check_loaded(model, self.expected)
-            model.reorganization = Reorganization.from_plain(self.config["reorganization"], "quantization_config")
+            set_record_(model, Record.from_plain(self.config["record"], "quantization_config"))
             named = dict(model.named_parameters())
             for name in self.config["frozen"]:
                 for spelled in set(_spellings(model, str(name))) & named.keys():

@@ -25,12 +25,11 @@ from crystallite.separation.lora import lora_for_blocks
 from crystallite.separation.partition import Chain, Partition, decorrelated_partition, find_chains, random_partition
 from crystallite.separation.transfer import to_blocks, to_dense, transfer_optimizer
 from crystallite.separation.update import mask_gradients, redistribute, updated
-from crystallite.separation.upgrade import Upgrading, upgrade
+from crystallite.separation.upgrade import upgrade
 
 __all__ = [
     "Chain",
     "Partition",
-    "Upgrading",
     "cluster_partition",
     "decorrelated_partition",
     "find_chains",

@@ -17,29 +17,19 @@ from tqdm import tqdm
 from crystallite.core.errors import InvalidOption
 from crystallite.data.batch import Batch, batches
 from crystallite.data.running import call, device_of, moved, real_positions
+from crystallite.models.record import Epoch
 from crystallite.separation.partition import Chain
 from crystallite.separation.readouts import Readouts
 from crystallite.separation.straight_through import Gate
 from crystallite.separation.weights import owner, weight_of
 from crystallite.statistics.checkpoints import Checkpoints, State
 
-__all__ = ["Epoch", "Schedule", "ends_of", "share_of_rate", "train_"]
+__all__ = ["Schedule", "ends_of", "share_of_rate", "train_"]
 
 _WARM_UP = 0.1  # share of the steps
 _SECONDS = 30.0  # between two checkpoints inside an epoch
 Loss = Callable[[Tensor, Tensor], Tensor]
 Metric = Callable[[nn.Module], float]
-
-
-@dataclass(frozen=True)
-class Epoch:
-    """What one epoch came to."""
-
-    epoch: int
-    loss: float  # mean over its batches, without what blocks alone lose
-    metric: float | None
-    threshold: float  # at its end, as a share of the final one
-    acting: float  # share of the weights inside blocks that reach it
 
 
 @dataclass(frozen=True)
