@@ -71,10 +71,10 @@ def test_a_finished_run_is_not_repeated(tmp_path, monkeypatch):
 
 
 def test_another_run_is_refused(tmp_path):
-    run(tmp_path / "state", epochs=1)
-    partition = random_partition(find_chains(digits.network(0.2), ignore=["5"]), 4)
+    options = {"epochs": 1, "partition": random_partition(find_chains(digits.network(0.2), ignore=["5"]), 4)}
+    run(tmp_path / "state", **options)
     with pytest.raises(cx.InvalidOption, match=r"another run \(seed differ"):
-        run(tmp_path / "state", epochs=1, seed=6, partition=partition, block_loss=1.0)
+        run(tmp_path / "state", seed=6, **options)
 
 
 def test_what_is_no_checkpoint_is_refused(tmp_path):
