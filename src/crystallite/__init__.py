@@ -9,18 +9,11 @@ from crystallite.core.maps import Embedding, Permutation, Projection
 from crystallite.core.tables import Table
 from crystallite.discovery import Modules, discover
 from crystallite.export.onnx import Exported, export
-from crystallite.models.artifact import (
-    LoadedBlock,
-    attach_verdict,
-    load,
-    load_block,
-    read_manifest,
-    save,
-    source_sha256,
-)
+from crystallite.models.artifact import LoadedBlock, load, load_block, save
+from crystallite.models.manifest import attach_verdict, read_manifest, source_sha256
 from crystallite.models.record import CompressedOptions, ExactOptions, LayerChange, Record, UpgradedOptions, record
 from crystallite.models.summary import summary
-from crystallite.models.transformers_folder import register_reader as _register_reader
+from crystallite.models.transformers_hook import register_reader as _register_reader
 from crystallite.monitoring import StructureMonitor
 from crystallite.operators.chain import BlockChain
 from crystallite.operators.conv import BlockConv

@@ -12,7 +12,7 @@ import crystallite as cx
 from crystallite.cli.main import main
 from crystallite.cli.validate import read_data
 from crystallite.core.errors import CrystalliteError
-from crystallite.models.artifact import read_manifest
+from crystallite.models.manifest import read_manifest
 from tests.reorganization.models import block_linear
 
 

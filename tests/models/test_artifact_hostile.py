@@ -7,14 +7,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import crystallite as cx
-from crystallite.models import artifact
 from tests.models.test_artifact import edit_manifest, sequential_network
 from tests.operators.test_recurrent import planted as planted_recurrent
 
 
 def _edit_module(name, **changes):
     def edit(folder):
-        modules = artifact.read_manifest(folder)["modules"]
+        modules = cx.read_manifest(folder)["modules"]
         modules[""]["children"][name] |= changes
         edit_manifest(modules=modules)(folder)
 
@@ -133,7 +132,7 @@ def test_hostile_recurrent_orders(tmp_path):
     with pytest.raises(cx.CheckpointError, match=r"layers.0.order must hold every index below 20 once"):
         cx.load(folder)
     folder = cx.save(blocks, tmp_path / "c")
-    modules = artifact.read_manifest(folder)["modules"]
+    modules = cx.read_manifest(folder)["modules"]
     modules[""]["forms"][0]["blocks"][0][1] += 7
     edit_manifest(modules=modules)(folder)
     with pytest.raises(cx.CheckpointError, match="blocks that fill 20 units"):

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 import crystallite as cx
-from crystallite.models.artifact import attach_verdict
+from crystallite.models.manifest import attach_verdict
 from crystallite.serving import Machine
 from tests.operators.test_chain import planted
 

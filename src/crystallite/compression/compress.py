@@ -33,8 +33,8 @@ from crystallite.data.calibration import Calibration
 from crystallite.data.calls import evaluating
 from crystallite.data.outputs import tensors
 from crystallite.graph.trace import Untraceable
-from crystallite.models.artifact import source_sha256
 from crystallite.models.layers import Unit, change, find_units, left_alone
+from crystallite.models.manifest import source_sha256
 from crystallite.models.record import (
     CompressedOptions,
     LayerChange,

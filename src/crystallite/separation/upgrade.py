@@ -21,7 +21,7 @@ from crystallite.data.batch import Batch, batches, repeatable
 from crystallite.data.running import call
 from crystallite.discovery.modules import Modules
 from crystallite.graph.trace import trace
-from crystallite.models.artifact import source_sha256
+from crystallite.models.manifest import source_sha256
 from crystallite.models.record import StorableNull, UpgradedOptions, record, set_record_
 from crystallite.separation.assignment import assign_by_explained_variance
 from crystallite.separation.blocks import clear_idle_, in_blocks

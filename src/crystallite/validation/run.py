@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from crystallite.core.errors import InvalidOption
 from crystallite.data.batch import Batch, batches, check_repeatable, repeatable, run
-from crystallite.models.artifact import attach_verdict, load
+from crystallite.models.artifact import load
+from crystallite.models.manifest import attach_verdict, check_source
 from crystallite.models.record import CompressedOptions, ExactOptions, find_record
 from crystallite.validation.comparison import Comparison, RunningComparison
 from crystallite.validation.cost import count_macs, count_parameters, measure_latency
@@ -48,7 +49,7 @@ def validate(
     """A verdict on whether a reorganized model may take the place of the original, from both on the same inputs.
 
     - `reorganized`: a model, or the folder of a saved one: it is loaded, and the verdict is written into its manifest,
-      bound to the weights it was given on.
+      bound to the weights it was given on. The original must be the one it was made from, if the manifest says which.
     - `data`: an iterable of batches (a `DataLoader`, a list, a generator); a tensor or a dict alone is one batch.
       A batch is a tensor, a dict of keyword arguments (its "labels" are the target), or (inputs, target); several
       positional inputs are a tuple, ((a, b), target). Data that training has not seen say most.
@@ -74,7 +75,11 @@ def validate(
     """
     rules = Rules(max_drop, min_agreement, max_relative_deviation, quantile, confidence)
     measured = as_metric(metric)
-    model = reorganized if isinstance(reorganized, nn.Module) else load(reorganized, into=original).eval()
+    if isinstance(reorganized, nn.Module):
+        model = reorganized
+    else:
+        check_source(reorganized, original)  # before the work, not after it
+        model = load(reorganized, into=original).eval()
     data = repeatable(data) if levels is not None else data
     collected = _Both(original, model, measured, slices)
     dense = comparable(model) if layers else None
