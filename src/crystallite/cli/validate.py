@@ -24,8 +24,8 @@ example:
   crystallite validate ./my-hf-model small --data tokens.safetensors --levels default --json > verdict.json
 
 The data file holds `inputs`, or the model's keyword arguments by name, and `labels` if a metric needs them; the first
-axis counts samples. The verdict is printed, and kept in REORGANIZED if crystallite wrote that folder; ORIGINAL must then
-be the model it was made from. Exit code 0: passed, 1: failed, 2: bad input.
+axis counts samples. The verdict is printed, and kept in REORGANIZED if crystallite wrote that folder; ORIGINAL must
+then be the model it was made from. Exit code 0: passed, 1: failed, 2: bad input.
 """
 
 

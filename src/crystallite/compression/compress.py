@@ -298,7 +298,8 @@ class _Fitting:
             became = operator_records({part: (operators[part], left[part]) for part in parts}, session)
             changes[name] = self._change(name, became, result.get_submodule(name))
         _check_equal(result, student, session)
-        return self._recorded(result, changes, budget=budget, sensitive=sensitive(allocation), neurons_kept=untraced)
+        asked = {"budget": budget, "objective": self.objective}
+        return self._recorded(result, changes, **asked, sensitive=sensitive(allocation), neurons_kept=untraced)
 
     def _change(self, name: str, became: Sequence[OperatorRecord], module: nn.Module) -> LayerChange:
         """What became of a layer; multiply-adds count as often as its weight is used."""
@@ -355,7 +356,7 @@ class _Fitting:
                 calls = session.call_counts.get(name) or 1
                 changes[name] = replace(left_alone(unit), macs_before=calls * unit.macs, macs_after=calls * unit.macs)
         error = sum(held_out) / len(held_out)
-        options: Any = CompressedOptions(session.ridge, session.seed, error, objective=self.objective, **asked)  # type: ignore[arg-type]
+        options = CompressedOptions(session.ridge, session.seed, error, **asked)
         exact = find_record(result) or Record(options)
         set_record_(result, replace(exact, options=options, changes=tuple(changes[n] for n in self.units)))
         return result

@@ -170,11 +170,15 @@ class Guarantee:
     """That a risk is at most the tolerance on data like the samples set aside, and how it was shown."""
 
     budget: float
-    risk: Literal["deviation", "disagreement"]  # of RISKS: the mean of a loss between 0 and 1
+    risk: str  # of RISKS: the mean of a loss between 0 and 1
     tolerance: float
     confidence: float
     samples: int  # that were set aside: neither fitted on nor used to choose sizes
     tested: tuple[tuple[float, float, float], ...]  # budget, mean loss, p-value: in the order of the tests
+
+    def __post_init__(self) -> None:
+        if self.risk not in RISKS:
+            raise ValueError(f"a guarantee of the unknown risk {self.risk!r:.80}")
 
     @property
     def observed(self) -> float:

@@ -66,22 +66,23 @@ def write_config(model: nn.Module, original: nn.Module | None = None) -> None:
             del part.config.quantization_config
 
 
-def described_in_config(model: Any) -> dict[str, Any] | None:
-    """The modules that the config of a transformers model describes; None of a model whose class is not in transformers.
+def described_in_config(model: nn.Module) -> dict[str, Any] | None:
+    """The modules that the config of a transformers model describes; None if its class is not in transformers.
 
     >>> described_in_config(nn.Linear(2, 2))
     """
     library = sys.modules.get("transformers")
-    if next(_pretrained(model), None) is not model or getattr(library, type(model).__name__, None) is not type(model):
+    pretrained: Any = next(_pretrained(model), None)
+    if pretrained is not model or getattr(library, type(model).__name__, None) is not type(model):
         return None
-    if not _is_ours(getattr(model.config, "quantization_config", None)):
+    if not _is_ours(getattr(pretrained.config, "quantization_config", None)):
         write_config(model)
-    found = getattr(model.config, "quantization_config", None)
+    found: Any = getattr(pretrained.config, "quantization_config", None)
     return dict(found["modules"]) if _is_ours(found) else {}
 
 
 def write_pretrained(model: Any, folder: Path, files: Path | None) -> None:
-    """A transformers model in a folder as `from_pretrained` reads it; files: the folder that its tokenizer comes from."""
+    """A transformers model in a folder as `from_pretrained` reads it; files: the folder with its tokenizer."""
     if files is not None:
 
         def ignored(place: str, names: list[str]) -> set[str]:
@@ -110,16 +111,20 @@ def open_pretrained(folder: Path, into: nn.Module | None = None) -> nn.Module:
     try:
         config = library.AutoConfig.from_pretrained(folder, local_files_only=True)
         names = config.architectures or ["AutoModel"]
-        cls = type(into) if into is not None and type(into).__name__ == names[0] else getattr(library, names[0], None)
+        own = into is not None and type(into).__name__ == names[0]
+        cls: Any = type(into) if own else getattr(library, names[0], None)
         if cls is None:
             raise CheckpointError(
                 f"{folder}: a {names[0]:.80}, which transformers {library.__version__} does not have; open it with "
                 "code of your own, or pass into= an instance of it"
             )
-        model, info = cls.from_pretrained(folder, local_files_only=True, output_loading_info=True)
+        asked = {"output_loading_info": True, "ignore_mismatched_sizes": True}  # they are named below
+        model, info = cls.from_pretrained(folder, local_files_only=True, **asked)
     except (ValueError, RuntimeError, KeyError, TypeError) as error:
         raise CheckpointError(f"{folder}: transformers cannot open it: {error}") from None
-    wrong = {what: sorted(map(str, info[f"{what}_keys"])) for what in ("missing", "unexpected", "mismatched")}
+    wrong = {
+        what: sorted(_named(key) for key in info[f"{what}_keys"]) for what in ("missing", "unexpected", "mismatched")
+    }
     if any(wrong.values()):
         raise CheckpointError(
             f"{folder}: expected the weights of a {cls.__name__}, as its config says, got "
@@ -127,6 +132,11 @@ def open_pretrained(folder: Path, into: nn.Module | None = None) -> nn.Module:
         )
     opened: nn.Module = model
     return opened
+
+
+def _named(key: Any) -> str:
+    """A tensor's name, with its sizes in the file and in the model where they differ."""
+    return key if isinstance(key, str) else f"{key[0]} {tuple(key[1])} for {tuple(key[2])}"
 
 
 def _some(names: Sequence[str]) -> str:

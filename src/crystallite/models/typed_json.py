@@ -110,7 +110,8 @@ def _checked(kind: Any, plain: Any, name: str) -> Any:
 
 
 def _dataclasses(kind: Any) -> dict[str, Any]:
-    return {member.__name__: member for member in get_args(kind) if is_dataclass(member)}
+    members: list[Any] = [member for member in get_args(kind) if is_dataclass(member)]
+    return {member.__name__: member for member in members}
 
 
 def _is_index(kind: Any) -> bool:
