@@ -106,10 +106,10 @@ def best_rate(x: Tensor, y: Tensor, epochs: int, smoothing: float) -> float:
 
 def blocks_found(small: nn.Module, level: float) -> int:
     """Blocks of the whole graph after annealing at a level; −1 if annealing takes any weight away."""
-    record = small.upgrading
+    record = cx.record(small).options
     state = cx.restore(small).state_dict()
     masks = []
-    for name in record.partition.layers:
+    for name in record.layers:
         w = state[f"{name}.weight"]
         mask = cx.anneal(w, record.nulls[f"{name}.weight"], level, rule="neyman").mask
         if not torch.equal(mask, w != 0):
@@ -138,13 +138,13 @@ def measured(
         )  # fmt: skip
         seconds = time.perf_counter() - began
         found = accuracy(small, test.x, test.y)
-        pixels = small.upgrading.partition.labels[0]["in"]
+        pixels = np.array(cx.record(small).options.labels[0]["in"])
         yield {
             "seed": seed, "blocks": k, "output layer": outputs, "rate": rate, "before": before,
             "dense": plain, "dense, same loss": same, "upgraded": found,
             "difference": found - plain, "difference, same loss": found - same,
             **{f"blocks at {x:.1%}": blocks_found(small, x) for x in _LEVELS},
-            "acting": small.upgrading.history[-1].acting, "seconds": seconds,
+            "acting": cx.record(small).options.history[-1].acting, "seconds": seconds,
             "smallest, largest block": [int(n) for n in np.sort(np.bincount(pixels))[[0, -1]]],
             "dense, one block's pixels":
                 on_one_block(pixels, data, test, epochs, dense_rates[1], seed) if bound and outputs == "in" else None,

@@ -68,12 +68,12 @@ def main(arguments: list[str] | None = None) -> None:
         learning_rate=options.rate, level=options.level, metric=evaluate, ignore=ignore,
     )  # fmt: skip
     seconds = time.perf_counter() - began
-    record, state, pairs = small.upgrading, cx.restore(small).state_dict(), []
-    for chain in record.partition.chains:
-        weights = [(state[f"{n}.weight"], record.nulls[f"{n}.weight"]) for n in chain.layers]
+    record, state, pairs = cx.record(small).options, cx.restore(small).state_dict(), []
+    for chain in record.chains:
+        weights = [(state[f"{n}.weight"], record.nulls[f"{n}.weight"]) for n in chain]
         masks = [cx.anneal(w, null, record.level, rule="neyman").mask for w, null in weights]
         pairs.append({
-            "pair": chain.layers[0], "blocks": int(max(side.max() for side in chain_labels(masks))) + 1,
+            "pair": chain[0], "blocks": int(max(side.max() for side in chain_labels(masks))) + 1,
             "fixed point": all(torch.equal(m, w != 0) for m, (w, _) in zip(masks, weights, strict=True)),
             "kept": float(torch.cat([m.flatten() for m in masks]).float().mean()),
         })  # fmt: skip

@@ -18,7 +18,7 @@ MAY_IMPORT = {
     "analysis": "annealing core structure weights",
     "data": "core",
     "operators": "core structure",
-    "models": "core operators weights",
+    "models": "annealing core operators weights",
     "graph": "core data models",
     "reorganization": "annealing core graph models operators structure weights",
     "statistics": "core data operators weights",

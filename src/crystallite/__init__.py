@@ -9,17 +9,11 @@ from crystallite.core.maps import Embedding, Permutation, Projection
 from crystallite.core.tables import Table
 from crystallite.discovery import Modules, discover
 from crystallite.export.onnx import Exported, export
-from crystallite.models.artifact import (
-    LoadedBlock,
-    attach_verdict,
-    load,
-    load_block,
-    read_manifest,
-    save,
-    source_sha256,
-)
+from crystallite.models.artifact import LoadedBlock, load, load_block, save
+from crystallite.models.manifest import attach_verdict, read_manifest, source_sha256
+from crystallite.models.record import CompressedOptions, ExactOptions, LayerChange, Record, UpgradedOptions, record
 from crystallite.models.summary import summary
-from crystallite.models.transformers_folder import register_reader as _register_reader
+from crystallite.models.transformers_hook import register_reader as _register_reader
 from crystallite.monitoring import StructureMonitor
 from crystallite.operators.chain import BlockChain
 from crystallite.operators.conv import BlockConv
@@ -31,7 +25,7 @@ from crystallite.reorganization.restore import restore
 from crystallite.reorganization.rewrite import reorganize
 from crystallite.reorganization.subnetworks import Subnetworks, subnetworks
 from crystallite.report import Report, report
-from crystallite.separation import Upgrading, upgrade
+from crystallite.separation import upgrade
 from crystallite.serving import Service
 from crystallite.structure.bipartite import BipartiteStructure
 from crystallite.structure.decompose import decompose
@@ -51,14 +45,17 @@ __all__ = [
     "BlockRecurrent",
     "BorderedStructure",
     "CheckpointError",
+    "CompressedOptions",
     "CrystalliteError",
     "DirectedProfile",
     "DirectedStructure",
     "Embedding",
+    "ExactOptions",
     "Exported",
     "InvalidMap",
     "InvalidMatrix",
     "InvalidOption",
+    "LayerChange",
     "LevelProfile",
     "LoadedBlock",
     "LowRankRecurrent",
@@ -66,13 +63,14 @@ __all__ = [
     "Modules",
     "Permutation",
     "Projection",
+    "Record",
     "Report",
     "Service",
     "StructureMonitor",
     "Subnetworks",
     "Sweep",
     "Table",
-    "Upgrading",
+    "UpgradedOptions",
     "Verdict",
     "analyze",
     "anneal",
@@ -87,6 +85,7 @@ __all__ = [
     "load_block",
     "nulls",
     "read_manifest",
+    "record",
     "reorganize",
     "report",
     "restore",

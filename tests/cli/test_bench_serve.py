@@ -6,6 +6,8 @@ import json
 from urllib.parse import urlsplit
 
 import pytest
+import torch
+from torch import nn
 
 import crystallite as cx
 from crystallite.cli import bench_serve as bench_command
@@ -38,6 +40,14 @@ def test_beside_the_dense_model(folder, capsys):
 def test_bad_options(folder, option):
     with pytest.raises(cx.InvalidOption, match=option):
         bench("--serve", folder, option, 0)
+
+
+def test_a_compressed_model_has_no_dense_form(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8))
+    small = cx.save(cx.compress(model, torch.randn(200, 16), budget=0.5), tmp_path / "small")
+    with pytest.raises(cx.InvalidOption, match="this model was compressed: its dense weights are gone"):
+        bench("--serve", small, "--dense", "--json")
 
 
 def test_refusals_are_counted(url):

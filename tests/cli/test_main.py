@@ -140,7 +140,7 @@ def test_compress_fits_a_model_to_data(project, calibration, capsys):
     assert "polished for" in captured.out
     assert "Saved in small." in captured.out
     small, x = cx.load("small"), torch.randn(64, 16)
-    assert small.reorganization.options["budget"] == 0.5
+    assert cx.record(small).options.budget == 0.5
     assert cx.read_manifest("small")["metadata"]["calibration"] == "inputs.safetensors"
     assert (small(x) - model(x)).norm() < 0.7 * model(x).norm()
     # judged by the same command as any other result
@@ -261,7 +261,7 @@ def test_a_transformers_folder_is_fitted_validated_and_opened_again(tmp_path, ca
     assert "fitted to a budget of 60%" in capsys.readouterr().out
     assert main(["validate", source, out, "--data", data, "--max-relative-deviation", "5"]) == 0
     small = transformers.AutoModel.from_pretrained(out).eval()
-    assert small.reorganization.fitted
+    assert cx.record(small).method == "compressed"
     assert small.encoder.layer[0].intermediate.dense.out_features < 64
     with pytest.raises(cx.InvalidOption, match="dense weights are gone"):
         cx.restore(small)

@@ -43,7 +43,7 @@ def test_upgrades_and_saves(call, tmp_path, capsys):
 
 def test_without_labels(call, capsys):
     assert call("--epochs", "1", "--loss", "match", "--ignore", "4") == 0
-    assert "Upgrading(2 blocks in 1 chain" in capsys.readouterr().out
+    assert "upgraded to 2 blocks in 1 chain" in capsys.readouterr().out
 
 
 def test_what_exists_is_not_overwritten(call, tmp_path, capsys):

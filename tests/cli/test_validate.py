@@ -48,6 +48,17 @@ def test_pass_fail_and_what_is_kept(files, capsys):
     assert read_manifest(small)["verdict"]["passed"] is False
 
 
+def test_another_original_than_the_recorded_one_is_refused(files, capsys):
+    folder, _ = files
+    other = model()
+    with torch.no_grad():
+        next(other.parameters()).add_(1)
+    small = cx.save(cx.reorganize(model(), level=None, only_if_faster=False), folder / "other", source=other)
+    assert command("model", small, "--data", folder / "data.npz") == 2
+    assert "made from a model with the hash" in capsys.readouterr().err
+    assert read_manifest(small)["verdict"] is None
+
+
 def test_a_folder_without_a_manifest_is_opened_as_a_pretrained_model(files, monkeypatch):
     folder, _ = files
     monkeypatch.setattr("crystallite.cli.validate.open_pretrained", lambda folder: model())

@@ -128,16 +128,16 @@ def test_a_guaranteed_model_says_so_and_keeps_its_promise():
     model = networks.mlp(16, 64, 64, 4).eval()
     rng = torch.Generator().manual_seed(3)
     small = cx.compress(model, tolerance=0.25, calibration=torch.randn(2000, 16, generator=rng))
-    record = small.reorganization.options["guarantee"]
-    assert record["budget"] == small.reorganization.options["budget"] < 1
-    assert record["tested"][0][0] == BUDGETS[0]
+    guarantee = cx.record(small).options.guarantee
+    assert guarantee.budget == cx.record(small).options.budget < 1
+    assert guarantee.tested[0][0] == BUDGETS[0]
     assert "guaranteed with confidence 0.95: mean relative deviation ≤ 0.25" in cx.summary(small).notes[-1]
     fresh = torch.randn(4000, 16, generator=rng)
     assert sample_losses(small, model, [Batch(0, 4000, (fresh,))], "deviation").mean() <= 0.25
     verdict = cx.validate(model, small, fresh[:500], max_relative_deviation=1)
-    assert verdict.guarantee == verdict.to_json()["guarantee"] == record["text"]
-    assert record["text"] in repr(verdict)
-    again = cx.compress(model, budget=record["budget"], calibration=torch.randn(2000, 16, generator=rng))
+    assert verdict.guarantee == verdict.to_json()["guarantee"] == str(guarantee)
+    assert str(guarantee) in repr(verdict)
+    again = cx.compress(model, budget=guarantee.budget, calibration=torch.randn(2000, 16, generator=rng))
     assert cx.summary(again).macs[1] == pytest.approx(cx.summary(small).macs[1], rel=0.1)
     assert cx.validate(model, again, fresh[:500], max_relative_deviation=1).guarantee is None
 

@@ -78,7 +78,7 @@ def test_a_budget_of_time_is_kept_by_what_comes_out():
     model = nn.Sequential(nn.Linear(256, 2048), nn.ReLU(), nn.Linear(2048, 256)).eval()
     x = torch.randn(2600, 256)
     small = compress(model, budget=0.4, objective="latency", calibration=list(x.split(650)))
-    assert small.reorganization.options["objective"] == "latency"
+    assert cx.record(small).options.objective == "latency"
     assert "a budget of 40% of the measured time" in cx.summary(small).notes[0]
 
     def seconds(net):

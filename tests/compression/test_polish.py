@@ -46,9 +46,9 @@ def test_fresh_data_are_matched_better_and_the_structure_stays(trained, options)
     assert repr(polished) == repr(plain)
     assert cx.summary(polished).macs == cx.summary(plain).macs
     assert relative_error(polished(fresh), model(fresh)) < 0.98 * relative_error(plain(fresh), model(fresh))
-    record = polished.reorganization.options
-    assert record["held_out_error"] == record["polish"]["after"] < record["polish"]["before"]
-    assert record["polish"]["before"] == pytest.approx(plain.reorganization.options["held_out_error"])
+    options = cx.record(polished).options
+    assert options.held_out_error == options.polish.after < options.polish.before
+    assert options.polish.before == pytest.approx(cx.record(plain).options.held_out_error)
     assert "polished for" in cx.summary(polished).notes[-1]
 
 

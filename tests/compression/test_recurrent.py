@@ -68,7 +68,7 @@ def test_the_budget_is_kept_and_the_error_is_told(budget):
     fresh = torch.randn(100, 7, 12)
     expected = model(fresh).detach()
     lost = ((small(fresh).detach() - expected) ** 2).sum() / ((expected - expected.mean((0, 1))) ** 2).sum()
-    assert float(lost) < 2 * small.reorganization.options["held_out_error"] + 1e-6
+    assert float(lost) < 2 * cx.record(small).options.held_out_error + 1e-6
     assert {"inputs: ", "states: "} <= {part[:8] for part in cx.summary(small).changes[0].became.split("; ")}
 
 
@@ -254,8 +254,8 @@ def test_polishing_trains_the_factors():
     torch.manual_seed(0)
     model, x = Reader(), sequences()
     small = compress(model, budget=0.3, calibration=x, polish_steps=30)
-    polish = small.reorganization.options["polish"]
-    assert polish["after"] < polish["before"]
+    polish = cx.record(small).options.polish
+    assert polish.after < polish.before
 
 
 def test_the_model_itself_may_be_recurrent():

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import crystallite as cx
-from crystallite.models.artifact import attach_verdict
+from crystallite.models.manifest import attach_verdict
 from crystallite.serving import Machine
 from tests.helpers.planted.chain import planted
 

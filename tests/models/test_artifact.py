@@ -12,7 +12,7 @@ from torch import nn
 
 import crystallite as cx
 from crystallite.models import artifact
-from crystallite.models.record import Fold, LayerChange, Reorganization
+from crystallite.models.record import ExactOptions, Fold, LayerChange, OperatorRecord, Record
 from crystallite.operators.low_rank import LowRankLinear
 from tests.helpers.artifacts import edit_manifest, in_blocks, sequential_network
 from tests.helpers.planted.chain import planted
@@ -39,10 +39,10 @@ def reorganized(model):
 
     small = copy.deepcopy(model)
     small.first, small.second = in_blocks(small.first), in_blocks(small.second)
-    change = LayerChange("first", "4 blocks", 48 * 48, 48 * 12, 2352, 624, 0.25, 4)
+    change = LayerChange("first", "Linear", (OperatorRecord("blocks", 4),), 48 * 48, 48 * 12, 2352, 624, 0.25)
     order = torch.randperm(48)
     fold = Fold(order, (("first.weight", 0), ("second.weight", 1)))
-    small.reorganization = Reorganization([change], [fold], {"level": 0.001, "null": "auto", "seed": 3})
+    small.reorganization = Record(ExactOptions(level=0.001), (change,), (fold,))
     return small
 
 
@@ -60,7 +60,7 @@ def test_rebuilt_from_the_manifest(tmp_path):
     assert repr(again) == repr(sequential)
     assert sorted(os.listdir(tmp_path / "a")) == ["manifest.json", "model.safetensors"]
     assert os.listdir(tmp_path) == ["a"]
-    manifest = artifact.read_manifest(tmp_path / "a")
+    manifest = cx.read_manifest(tmp_path / "a")
     assert manifest["metadata"] == {"note": "test"}
     assert manifest["verdict"] is None
     assert manifest["source_sha256"] is None
@@ -281,26 +281,26 @@ def test_a_source_is_known_again(tmp_path):
     small = reorganized(model)
     save_file(model.state_dict(), tmp_path / "model.safetensors")
     by_model, by_file = (
-        artifact.read_manifest(cx.save(small, tmp_path / name, source=source))["source_sha256"]
+        cx.read_manifest(cx.save(small, tmp_path / name, source=source))["source_sha256"]
         for name, source in (("a", model), ("b", tmp_path / "model.safetensors"))
     )
-    assert by_model == by_file == artifact.source_sha256(model.state_dict())
+    assert by_model == by_file == cx.source_sha256(model.state_dict())
     with torch.no_grad():
         model.head.bias[0] += 1
-    assert artifact.source_sha256(model) != by_model
-    assert artifact.source_sha256({"a": torch.ones(4)}) != artifact.source_sha256({"a": torch.ones(2, 2)})
-    assert artifact.source_sha256({"a": torch.ones(4)}) != artifact.source_sha256({"b": torch.ones(4)})
+    assert cx.source_sha256(model) != by_model
+    assert cx.source_sha256({"a": torch.ones(4)}) != cx.source_sha256({"a": torch.ones(2, 2)})
+    assert cx.source_sha256({"a": torch.ones(4)}) != cx.source_sha256({"b": torch.ones(4)})
 
 
 def test_a_verdict_is_bound_to_the_weights(tmp_path):
     folder = cx.save(reorganized(Network()), tmp_path / "a")
-    artifact.attach_verdict(folder, {"passed": True, "loss": 0.25})
-    manifest = artifact.read_manifest(folder)
+    cx.attach_verdict(folder, {"passed": True, "loss": 0.25})
+    manifest = cx.read_manifest(folder)
     assert manifest["verdict"] == {"passed": True, "loss": 0.25, "weights_sha256": manifest["weights_sha256"]}
     assert sorted(os.listdir(folder)) == ["manifest.json", "model.safetensors"]
     with pytest.raises(cx.InvalidOption, match="JSON"):
-        artifact.attach_verdict(folder, {"passed": torch.ones(1)})
-    assert artifact.read_manifest(folder) == manifest  # nothing happened
+        cx.attach_verdict(folder, {"passed": torch.ones(1)})
+    assert cx.read_manifest(folder) == manifest  # nothing happened
     assert sorted(os.listdir(folder)) == ["manifest.json", "model.safetensors"]
     cx.load(folder, into=Network())
     other = cx.save(reorganized(Network()), tmp_path / "b")
@@ -309,12 +309,12 @@ def test_a_verdict_is_bound_to_the_weights(tmp_path):
         cx.load(other, into=Network())
     (folder / "model.safetensors").write_bytes((other / "model.safetensors").read_bytes())
     with pytest.raises(cx.CheckpointError, match="not those the manifest"):
-        artifact.attach_verdict(folder, {"passed": True})
+        cx.attach_verdict(folder, {"passed": True})
 
 
 def test_nothing_is_half_written(tmp_path, monkeypatch):
     small = reorganized(Network())
-    monkeypatch.setattr(artifact, "_sha256", lambda _: 1 / 0)
+    monkeypatch.setattr(artifact, "weights_sha256", lambda _: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         cx.save(small, tmp_path / "a")
     monkeypatch.undo()
@@ -332,7 +332,7 @@ def test_killed_while_saving(tmp_path):
 import os, signal, torch
 import crystallite as cx
 from crystallite.models import artifact
-artifact._write_manifest = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+artifact.write_manifest = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 cx.save(cx.BlockLinear.from_dense(torch.eye(4), None, cx.decompose(torch.eye(4))), {str(tmp_path / "a")!r})
 """
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -signal.SIGKILL

@@ -7,14 +7,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import crystallite as cx
-from crystallite.models import artifact
 from tests.helpers.artifacts import edit_manifest, sequential_network
 from tests.helpers.planted.recurrent import planted as planted_recurrent
 
 
 def _edit_module(name, **changes):
     def edit(folder):
-        modules = artifact.read_manifest(folder)["modules"]
+        modules = cx.read_manifest(folder)["modules"]
         modules[""]["children"][name] |= changes
         edit_manifest(modules=modules)(folder)
 
@@ -47,8 +46,12 @@ def _nested(depth):
     return edit
 
 
+def _record(**parts):
+    return edit_manifest(record={"options": {"type": "ExactOptions"}, **parts})
+
+
 def _fold(**fold):
-    return edit_manifest(reorganization={"changes": [], "options": {}, "folds": [fold]})
+    return _record(folds=[fold])
 
 
 LSTM = {"input_size": 2, "hidden_size": 2, "num_layers": 10**12}
@@ -60,7 +63,7 @@ HOSTILE = {
     "a list": (lambda f: (f / "manifest.json").write_text("[]"), "expected a JSON object as manifest"),
     "brackets": (lambda f: (f / "manifest.json").write_text("[" * 100_000), "brackets"),
     "a name twice": (lambda f: (f / "manifest.json").write_text('{"a": 1, "a": 2}'), "twice"),
-    "another version": (edit_manifest(version=1), "expected format crystallite 3"),
+    "another version": (edit_manifest(version=1), "expected format crystallite 4"),
     "another format": (edit_manifest(format="other"), "expected format"),
     "no modules": (edit_manifest(modules=None), "expected 'modules'"),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "missing"),
@@ -100,12 +103,14 @@ HOSTILE = {
     "a tie to nothing": (edit_manifest(tied={"extra": "nothing"}), "cannot be tied"),
     "a tie of what is stored": (edit_manifest(tied={"3.weight": "3.bias"}), "cannot be tied"),
     "a tie to no name": (edit_manifest(tied={"extra": ["3.weight"]}), "cannot be tied"),
-    "a record of other things": (edit_manifest(reorganization={"changes": [{"a": 1}]}), "record of a reorganization"),
-    "a list as a record": (edit_manifest(reorganization={"changes": [], "options": {}, "folds": 5}), "record"),
-    "folds without an order": (_fold(places=[["a", 0]]), "got no 'order'"),
+    "a record of other things": (_record(changes=[{"a": 1}]), "record of a reorganization"),
+    "a list as a record": (_record(folds=5), "record"),
+    "folds without an order": (_fold(places=[["a", 0]]), "got no record.folds.order"),
     "folds of numbers": (_fold(order=[1, 0], places=[["a", 0]]), "record of a reorganization"),
     "folds of other things": (_fold(order="1 x", places=[["a", 0]]), "record of a reorganization"),
     "folds of huge numbers": (_fold(order="9" * 5000, places=[["a", 0]]), "record of a reorganization"),
+    "folds beyond int64": (_fold(order="1 " + "9" * 30, places=[["a", 0]]), "record of a reorganization"),
+    "another method": (_record(options={"type": "os.system"}), "expected one of ExactOptions, "),
     "folds that lose a neuron": (_fold(order="1 1 0", places=[["a", 0]]), "every index below 3 once"),
     "nothing said of frozen parameters": (edit_manifest(frozen=None), "expected 'frozen'"),
 }  # fmt: skip
@@ -127,7 +132,7 @@ def test_hostile_recurrent_orders(tmp_path):
     with pytest.raises(cx.CheckpointError, match=r"layers.0.order must hold every index below 20 once"):
         cx.load(folder)
     folder = cx.save(blocks, tmp_path / "c")
-    modules = artifact.read_manifest(folder)["modules"]
+    modules = cx.read_manifest(folder)["modules"]
     modules[""]["forms"][0]["blocks"][0][1] += 7
     edit_manifest(modules=modules)(folder)
     with pytest.raises(cx.CheckpointError, match="blocks that fill 20 units"):

@@ -23,7 +23,7 @@ class Own(nn.Module):
 
 
 def reasons(model):
-    return {unit.name: unit.reason.removeprefix("left alone: ") for unit in find_units(model, ["*"], [])}
+    return {unit.name: unit.reason for unit in find_units(model, ["*"], [])}
 
 
 def with_hook(attach):

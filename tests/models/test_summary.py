@@ -28,6 +28,15 @@ def test_totals(small):
     assert [c.blocks for c in found.changes] == [4, 1, 1]
 
 
+def test_tied_weights_are_counted_once():
+    model = nn.Sequential(nn.Embedding(50, 16), block_linear(16, 16, 4, 1), nn.Linear(16, 50, bias=False))
+    model[2].weight = model[0].weight
+    found = cx.summary(cx.reorganize(model, level=None, only_if_faster=False))
+    assert found.parameters[0] == sum(p.numel() for p in model.parameters())
+    assert [c.parameters_after for c in found.changes] == [50 * 16, 16 * 4 + 16, 0]
+    assert [c.macs_after for c in found.changes] == [0, 16 * 4, 50 * 16]  # what is computed is computed
+
+
 def test_table(small):
     text = repr(cx.summary(small))
     assert max(map(len, text.splitlines())) <= 100

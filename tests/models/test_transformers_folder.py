@@ -13,8 +13,9 @@ from torch import nn
 
 import crystallite as cx
 from crystallite.models.description import build, describe
-from crystallite.models.record import Fold, LayerChange, Reorganization
-from crystallite.models.transformers_folder import register_reader, write_config
+from crystallite.models.record import ExactOptions, Fold, LayerChange, OperatorRecord, Record
+from crystallite.models.transformers_folder import write_config
+from crystallite.models.transformers_hook import register_reader
 from tests.helpers.tolerance import assert_close
 
 transformers = pytest.importorskip("transformers")
@@ -44,9 +45,10 @@ def reorganized(model, k=4):
     for i, layer in enumerate(small.base_model.encoder.layer):
         layer.intermediate.dense = planted(layer.intermediate.dense, k, i)
         layer.output.dense = planted(layer.output.dense, k, -i - 1)
-    change = LayerChange("encoder.layer.0.output.dense", "4 blocks", 2048, 512, 2080, 544, 0.25, 4)
+    operator = OperatorRecord("blocks", 4)
+    change = LayerChange("encoder.layer.0.output.dense", "Linear", (operator,), 2048, 512, 2080, 544, 0.25)
     fold = Fold(torch.randperm(5), (("encoder.layer.0.output.dense.weight", 0),))
-    small.reorganization = Reorganization([change], [fold], {"level": 0.01, "null": "auto"})
+    small.reorganization = Record(ExactOptions(level=0.01), (change,), (fold,))
     write_config(small)
     return small
 
@@ -256,7 +258,7 @@ def test_crystallite_may_be_imported_first(saved):
     code = f"""
 import inspect, sys
 import crystallite
-from crystallite.models.transformers_folder import register_reader
+from crystallite.models.transformers_hook import register_reader
 register_reader()
 register_reader()
 assert "transformers" not in sys.modules
@@ -298,7 +300,7 @@ def _edit_weights(change):
 
 LAYER = "encoder.layer.0.output.dense"
 HOSTILE = {
-    "another version": (_edit_config(lambda c: c.update(version=9)), "in version 2, got version 9"),
+    "another version": (_edit_config(lambda c: c.update(version=9)), "in version 3, got version 9"),
     "no modules": (_edit_config(lambda c: c.pop("modules")), "expected modules"),
     "code as a type": (_edit_config(lambda c: c["modules"].update({LAYER: {"type": "os.system"}})), "unknown type"),
     "no description": (_edit_config(lambda c: c["modules"].update({LAYER: 5})), "description of a module"),
@@ -317,7 +319,7 @@ HOSTILE = {
     "indices outside": (_edit_weights(lambda s: s[f"{LAYER}.outputs"].fill_(99)), "must hold indices below 33"),
     "no indices": (_edit_weights(lambda s: s.pop(f"{LAYER}.outputs")), "expected a tensor .*outputs.*, found none"),
     "no weights": (_edit_weights(lambda s: s.pop(f"{LAYER}.weights.0")), "expected a tensor .*weights.0.*, found none"),
-    "another record": (_edit_config(lambda c: c.update(reorganization=[1])), "record of a reorganization"),
+    "another record": (_edit_config(lambda c: c.update(record=[1])), "record of a reorganization"),
     "nothing said of frozen parameters": (_edit_config(lambda c: c.pop("frozen")), "frozen parameters in version"),
 }
 

@@ -99,7 +99,7 @@ def test_layers_that_forward_does_not_use():
     """Another method uses them: nobody can see with which neurons."""
     model, x = model_of(through_all, lambda: {"decode": block_linear(16, 16, 4, 9)}), torch.randn(5, 16)
     small = cx.reorganize(model, level=None, only_if_faster=False)
-    assert small.reorganization.options["not_folded"] == "decode.weight is not used by forward"
+    assert small.reorganization.not_folded == "decode.weight is not used by forward"
     assert_close(small.decode(small.hidden(x)), model.decode(model.hidden(x)))
     assert isinstance(small.net[0], cx.BlockChain)  # what it does use is known
 

@@ -73,8 +73,8 @@ def test_what_is_added_to_hidden_neurons_later_follows_them():
     torch.manual_seed(0)
     net = Residual().eval()
     small = upgrade(net, blocks=2, data=[torch.randn(64, 6)], epochs=2, null=cx.nulls.Normal(1e-4))
-    assert small.upgrading.blocks == 2
-    assert len(small.upgrading.partition.chains[0].layers) == 4
+    assert cx.record(small).options.blocks == 2
+    assert len(cx.record(small).options.chains[0]) == 4
 
 
 def test_padding_tells_nothing():

@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import nn
 
+import crystallite as cx
 from crystallite.separation import cluster_partition, find_chains, upgrade
 
 
@@ -65,5 +66,5 @@ def test_regions_are_for_blocks_that_are_read_together(ignore, blocks_of_a_sourc
         for layer in net[::2]:
             layer.weight.mul_(4)  # as if trained
     small = upgrade(net, blocks=4, data=[read], epochs=10, ignore=ignore)
-    labels = small.upgrading.partition.labels[0]["in"]
+    labels = np.array(cx.record(small).options.labels[0]["in"])
     assert {len(set(labels[source == s])) for s in range(8)} == {blocks_of_a_source}

@@ -63,10 +63,10 @@ def upgraded(request):
 
 
 def test_annealing_takes_nothing_away_and_finds_the_blocks(upgraded):
-    _, small, weights, *_ = upgraded
-    record, state = small.upgrading, cx.restore(small).state_dict()
-    assert record.partition.layers == weights
-    (chain,) = record.partition.chains
+    net, small, weights, *_ = upgraded
+    record, state = cx.record(small).options, cx.restore(small).state_dict()
+    assert record.layers == weights
+    (chain,) = find_chains(net, None, ["stem", "head"])
     for level in (0.05, 0.01, 0.001):
         kept = {}
         for name in weights:

@@ -71,8 +71,8 @@ def test_blocks_come_to_know_more_than_their_own_outputs():
     unknown = []
     for weight in (0.0, None):
         small = upgrade(net, blocks=2, data=data, loss=F.mse_loss, epochs=8, block_loss=weight)
-        assert small.upgrading.schedule.block_loss == (0.0 if weight == 0 else 1.0)
-        labels = small.upgrading.partition.labels[0]
+        assert cx.record(small).options.block_loss == (0.0 if weight == 0 else 1.0)
+        labels = {group: np.array(own) for group, own in cx.record(small).options.labels[0].items()}
         with torch.no_grad():
             hidden = cx.restore(small)[:4](x)
         unknown.append(max(unexplained(hidden[:, labels["hidden 2"] == b], y[:, labels["out"] != b]) for b in range(2)))
@@ -91,7 +91,7 @@ def test_blocks_along_modules_are_left_to_their_own_tasks():
     net = digits.network()
     given = random_partition(find_chains(net, ignore=["4"]), 2)
     small = upgrade(net, data=loader, loss=F.cross_entropy, epochs=1, partition=given)
-    assert small.upgrading.schedule.block_loss == 0.0
+    assert cx.record(small).options.block_loss == 0.0
 
 
 @pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])

@@ -37,7 +37,8 @@ def upgraded(trained):
 def separated(small):
     """The weights of the layers that separate, with their nulls."""
     state = cx.restore(small).state_dict()
-    return [(state[f"{n}.weight"], small.upgrading.nulls[f"{n}.weight"]) for n in small.upgrading.partition.layers]
+    options = cx.record(small).options
+    return [(state[f"{n}.weight"], options.nulls[f"{n}.weight"]) for n in options.layers]
 
 
 @pytest.mark.parametrize("level", [0.05, 0.01, 0.001])
@@ -76,21 +77,21 @@ def test_the_result_runs_as_subnetworks(trained, upgraded):
 
 def test_the_record_tells_the_whole_story(trained, upgraded):
     _, _, x, y = trained
-    record = upgraded.upgrading
+    record = cx.record(upgraded).options
     assert [epoch.epoch for epoch in record.history] == list(range(1, 16))
     assert record.history[-1].threshold == 1.0
     shares = [epoch.threshold for epoch in record.history]
     assert shares == sorted(shares)
     assert record.history[-1].metric == pytest.approx(digits.accuracy(upgraded, x, y), abs=0.01)
     assert record.balanced == ("2", "4")
-    assert upgraded.reorganization.options["upgrade"] == record.to_json()
-    assert "4 blocks in 1 chain, 15 epochs" in repr(record)
+    assert cx.record(upgraded).method == "upgraded"
+    assert "4 blocks in 1 chain, 15 epochs" in str(record)
 
 
 def test_the_result_can_be_saved(trained, upgraded, tmp_path):
     again = cx.load(cx.save(upgraded, tmp_path / "small"))
     assert torch.equal(again(trained[2]), upgraded(trained[2]))
-    assert again.reorganization.options["upgrade"]["blocks"] == 4
+    assert cx.record(again).options == cx.record(upgraded).options  # the nulls and the partition too
 
 
 def test_with_the_output_layer_the_whole_network_separates(trained):
@@ -157,7 +158,7 @@ def test_rescaled_hidden_neurons_do_not_help_over_the_bound(trained):
         scaled[0].bias.mul_(64)
         scaled[2].weight.div_(64)
     acting = [
-        upgrade(n, blocks=2, data=loader, loss=F.cross_entropy, epochs=2).upgrading.history[-1].acting
+        cx.record(upgrade(n, blocks=2, data=loader, loss=F.cross_entropy, epochs=2)).options.history[-1].acting
         for n in (net, scaled)
     ]
     assert acting[1] == pytest.approx(acting[0], abs=0.05)
@@ -184,14 +185,14 @@ def test_feed_forward_pairs_separate_inside_their_streams():
             weight = net.get_submodule(name).weight
             weight.copy_(0.1 * weight + planted.mask(name) * 4 * weight)
     small = upgrade(net, blocks=4, data=data, epochs=15, partition=planted)
-    assert [chain.layers for chain in small.upgrading.partition.chains] == [("0.up", "0.down"), ("1.up", "1.down")]
-    assert small.upgrading.balanced == ()  # GELU fixes the units itself
+    assert cx.record(small).options.chains == (("0.up", "0.down"), ("1.up", "1.down"))
+    assert cx.record(small).options.balanced == ()  # GELU fixes the units itself
     weights = [w for w, _ in separated(small)]
     for pair in (weights[:2], weights[2:]):
         labels = chain_labels(pair)
         assert max(int(side.max()) for side in labels) + 1 == 4
-    assert small.upgrading.history[-1].loss < 0.1
-    assert small.upgrading.history[-1].acting > 0.7
+    assert cx.record(small).options.history[-1].loss < 0.1
+    assert cx.record(small).options.history[-1].acting > 0.7
     with torch.no_grad():
         assert_close(small(data[0]), cx.restore(small)(data[0]))
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import crystallite as cx
-from crystallite.models.artifact import source_sha256
+from crystallite.models.manifest import source_sha256
 from crystallite.serving import Machine
 from crystallite.serving.model import CutModel, Source
 from crystallite.serving.piece import open_piece

@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional as F
 
 import crystallite as cx
-from crystallite.separation import training, upgrade
+from crystallite.separation import find_chains, random_partition, training, upgrade
 from tests.helpers import digits
 
 KILLED = """
@@ -21,6 +21,8 @@ from torch.nn import functional as F
 from crystallite.separation import upgrade
 from crystallite.statistics import trainer
 from tests.helpers import digits
+from crystallite.separation import find_chains, random_partition, training, upgrade
+from tests.separation import digits
 
 trainer._SECONDS = 0.0  # a checkpoint after every batch
 loader, *_ = digits.data()
@@ -62,7 +64,7 @@ def test_a_killed_run_resumes_to_the_same_bits(tmp_path):
     expected = whole.state_dict()
     assert resumed.state_dict().keys() == expected.keys()
     assert all(torch.equal(value, expected[name]) for name, value in resumed.state_dict().items())
-    assert resumed.upgrading.history == whole.upgrading.history
+    assert cx.record(resumed).options.history == cx.record(whole).options.history
 
 
 def test_a_finished_run_is_not_repeated(tmp_path, monkeypatch):
@@ -73,9 +75,10 @@ def test_a_finished_run_is_not_repeated(tmp_path, monkeypatch):
 
 
 def test_another_run_is_refused(tmp_path):
-    partition = run(tmp_path / "state", epochs=1).upgrading.partition
+    options = {"epochs": 1, "partition": random_partition(find_chains(digits.network(0.2), ignore=["5"]), 4)}
+    run(tmp_path / "state", **options)
     with pytest.raises(cx.InvalidOption, match=r"another run \(seed differ"):
-        run(tmp_path / "state", epochs=1, seed=6, partition=partition, block_loss=1.0)
+        run(tmp_path / "state", seed=6, **options)
 
 
 def test_what_is_no_checkpoint_is_refused(tmp_path):

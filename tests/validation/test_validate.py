@@ -12,7 +12,7 @@ from torch import nn
 
 import crystallite as cx
 from crystallite.core.errors import InvalidOption
-from crystallite.models.artifact import read_manifest
+from crystallite.models.manifest import read_manifest
 from crystallite.validation import Verdict, validate
 from tests.helpers.block_models import block_linear
 

@@ -14,7 +14,8 @@ from crystallite.core.errors import InvalidOption
 from crystallite.data.files import read_data
 from crystallite.export.onnx import export
 from crystallite.models.artifact import load
-from crystallite.models.opening import open_model, open_pretrained
+from crystallite.models.opening import open_model
+from crystallite.models.transformers_folder import open_pretrained
 
 __all__ = ["add_parser", "run"]
 

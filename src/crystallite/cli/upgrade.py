@@ -16,6 +16,7 @@ from crystallite.core.errors import InvalidOption
 from crystallite.data.files import read_data
 from crystallite.discovery import discover
 from crystallite.models.opening import open_model, write_model
+from crystallite.models.record import record
 from crystallite.models.summary import summary
 from crystallite.reorganization.restore import restore
 from crystallite.separation.upgrade import upgrade
@@ -111,13 +112,15 @@ def run(options: argparse.Namespace) -> int:
         checkpoint=options.checkpoint,
         progress=sys.stderr.isatty(),
     )
-    chosen = {"blocks": small.upgrading.blocks, "level": options.level}
+    found = record(small)
+    upgraded: Any = found.options
+    chosen = {"blocks": upgraded.blocks, "level": options.level}
     write_model(small, options.out, model, Path(options.model), chosen)
     result = summary(small)
     if options.json:
-        json.dump({**result.to_json(), "upgrade": small.upgrading.to_json(), "out": str(options.out)}, sys.stdout)
+        json.dump({**result.to_json(), "upgrade": found.to_plain()["options"], "out": str(options.out)}, sys.stdout)
         print()
     else:
         print(result)
-        print(f"\n{small.upgrading}\nSaved in {options.out}.")
+        print(f"\n{upgraded}\nSaved in {options.out}.")
     return 0

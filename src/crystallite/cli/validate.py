@@ -9,7 +9,9 @@ from typing import Any
 
 from crystallite.core.errors import InvalidOption
 from crystallite.data.files import read_data
-from crystallite.models.opening import open_model, open_pretrained
+from crystallite.models.manifest import is_saved
+from crystallite.models.opening import open_model
+from crystallite.models.transformers_folder import open_pretrained
 from crystallite.reorganization.restore import restore
 from crystallite.validation.metrics import METRICS
 from crystallite.validation.run import validate
@@ -22,8 +24,8 @@ example:
   crystallite validate ./my-hf-model small --data tokens.safetensors --levels default --json > verdict.json
 
 The data file holds `inputs`, or the model's keyword arguments by name, and `labels` if a metric needs them; the first
-axis counts samples. The verdict is printed and, where REORGANIZED has a manifest, kept in it. Exit code 0: passed,
-1: failed, 2: bad input.
+axis counts samples. The verdict is printed, and kept in REORGANIZED if crystallite wrote that folder; ORIGINAL must
+then be the model it was made from. Exit code 0: passed, 1: failed, 2: bad input.
 """
 
 
@@ -60,7 +62,7 @@ def run(options: argparse.Namespace) -> int:
     reorganized: Any = options.reorganized
     if not reorganized.is_dir():
         raise InvalidOption(f"{reorganized}: expected a folder with a reorganized model")
-    if not (reorganized / "manifest.json").is_file():
+    if not is_saved(reorganized):
         reorganized = open_pretrained(reorganized).eval()
     original = open_model(options.original, options.weights).eval()
     original = restore(original) if hasattr(original, "reorganization") else original

@@ -17,12 +17,13 @@ from crystallite.compression.sequential import fitted_operator
 from crystallite.compression.session import Session
 from crystallite.graph.neuron_groups import NeuronGroup
 from crystallite.models.layers import Unit
+from crystallite.models.record import OperatorKind, OperatorRecord
 from crystallite.models.swap import replace_
 from crystallite.operators.conv import Convolution
 from crystallite.statistics.layer_io import matrix_of, set_layer_
 from crystallite.statistics.regression import Regression
 
-__all__ = ["Chooser", "assembled", "describe_forms", "sensitive", "size_of", "unfit"]
+__all__ = ["Chooser", "assembled", "operator_records", "sensitive", "size_of", "unfit"]
 
 
 def unfit(unit: Unit, in_blocks: bool) -> str:
@@ -31,12 +32,12 @@ def unfit(unit: Unit, in_blocks: bool) -> str:
     if unit.kind == "linear" or (isinstance(module, Convolution) and module.groups == 1 and not in_blocks):
         return ""
     if isinstance(module, Convolution) and module.groups > 1:
-        return f"left alone: the {module.groups} groups of its channels are apart already"
+        return f"the {module.groups} groups of its channels are apart already"
     if isinstance(module, nn.RNNBase) and not in_blocks:
         return ""
     if in_blocks and isinstance(module, (Convolution, nn.RNNBase)):
-        return f"left alone: only linear layers are fitted in blocks, this is a {kind}"
-    return f"left alone: no smaller operator is fitted to a {kind}"
+        return f"only linear layers are fitted in blocks, this is a {kind}"
+    return f"no smaller operator is fitted to a {kind}"
 
 
 class Chooser:
@@ -109,23 +110,33 @@ def _smaller_norm(norm: Any, kept: Tensor) -> nn.Module:
     return found
 
 
-def describe_forms(parts: Mapping[str, tuple[FittedOperator, tuple[int, int]]], session: Session) -> str:
+def operator_records(
+    parts: Mapping[str, tuple[FittedOperator, tuple[int, int]]], session: Session
+) -> tuple[OperatorRecord, ...]:
     """What a layer, or each product of a recurrent one, became, and its held-out error."""
-    texts = []
+    records = []
     for name, (form, left) in parts.items():
-        outputs, inputs = matrix_of(session.units[name].module).shape
-        kinds = [f"{left[0]} of {outputs} outputs"] * (left[0] < outputs)
-        kinds += [f"{left[1]} of {inputs} inputs"] * (left[1] < inputs)
-        kinds += [str(form.spec)] * bool(form.spec.rank or form.spec.blocks)
-        text = ", ".join([*(kinds or ["dense, fitted again"]), f"error {form.error:.2%}"])
-        texts.append(_product_name(name, len(parts)) + text)
-    return "; ".join(texts)
+        (outputs, inputs), spec = matrix_of(session.units[name].module).shape, form.spec
+        kind: OperatorKind = "blocks" if spec.blocks else "low rank" if spec.rank else "dense"
+        records.append(
+            OperatorRecord(
+                kind,
+                len(spec.blocks) or 1,
+                spec.rank,
+                outputs=(left[0], outputs),
+                inputs=(left[1], inputs),
+                part=_product_name(name, len(parts)),
+                reason="fitted again" if kind == "dense" else "",
+                error=form.error,
+            )
+        )
+    return tuple(records)
 
 
 def _product_name(name: str, products: int) -> str:
     """Which product of a recurrent layer this is, where there are several."""
     layer, kind = name.split(".")[-2:] if products > 1 else ("", "")
-    return f"{kind.replace('recurrent', 'state')}s{f' {layer}' * (products > 2)}: " if kind else ""
+    return f"{kind.replace('recurrent', 'state')}s{f' {layer}' * (products > 2)}" if kind else ""
 
 
 def sensitive(allocation: Allocation) -> dict[str, float]:

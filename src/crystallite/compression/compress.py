@@ -14,7 +14,7 @@ import numpy as np
 from torch import nn
 
 from crystallite.compression.allocation import LayerCurve, NeuronCurve, Price, allocate, parameters
-from crystallite.compression.assembling import Chooser, assembled, describe_forms, sensitive, size_of, unfit
+from crystallite.compression.assembling import Chooser, assembled, operator_records, sensitive, size_of, unfit
 from crystallite.compression.guarantee import cheapest, check_tolerance, sample_losses, set_aside
 from crystallite.compression.int8_latency import Int8Latency
 from crystallite.compression.joint import fit_jointly
@@ -33,9 +33,17 @@ from crystallite.data.calibration import Calibration
 from crystallite.data.outputs import equal_up_to_rounding, tensors
 from crystallite.graph.neuron_groups import NeuronGroup
 from crystallite.graph.trace import Untraceable
-from crystallite.models.artifact import source_sha256
-from crystallite.models.layers import Unit, change, find_units
-from crystallite.models.record import LayerChange, Reorganization
+from crystallite.models.layers import Unit, change, find_units, left_alone
+from crystallite.models.manifest import source_sha256
+from crystallite.models.record import (
+    CompressedOptions,
+    LayerChange,
+    OperatorRecord,
+    Record,
+    find_record,
+    record,
+    set_record_,
+)
 from crystallite.models.transformers_folder import write_config
 from crystallite.reorganization.blocks import in_blocks
 from crystallite.statistics.checkpoints import Checkpoints
@@ -142,7 +150,7 @@ def compress(
                 return sample_losses(made, work.session.dense, aside, risk)
 
         result, guarantee = cheapest(candidate, losses, tolerance, confidence, risk)
-        _record(result).options["guarantee"] = {**guarantee.to_json(), "text": str(guarantee)}
+        _change_options_(result, guarantee=guarantee)
     write_config(result, model)
     return result
 
@@ -203,8 +211,8 @@ class _Fitting:
         example = data.fitted[0].first(2)
         names = [name for name, unit in units.items() if not unit.reason]
         plan = ForwardPlan.of(dense, names, example)
-        reasons = dict.fromkeys(plan.reused, "left alone: it runs several times in a call")
-        reasons |= dict.fromkeys(plan.unused, "left alone: it does not run on the calibration data")
+        reasons = dict.fromkeys(plan.reused, "it runs several times in a call")
+        reasons |= dict.fromkeys(plan.unused, "it does not run on the calibration data")
         units = {name: replace(unit, reason=unit.reason or reasons.get(name, "")) for name, unit in units.items()}
         usable = {name: unit for name, unit in units.items() if not unit.reason}
         if not usable:
@@ -270,7 +278,7 @@ class _Fitting:
         if self.objective not in ("macs", "parameters"):
             return 0.0
         before = after = 0.0
-        for each in _record(result).changes:
+        for each in record(result).changes:
             if each.name in self.parts:
                 calls = (self.session.call_counts.get(each.name) or 1) if self.objective == "parameters" else 1
                 before, after = before + each.macs_before / calls, after + each.macs_after / calls
@@ -288,19 +296,16 @@ class _Fitting:
         for name, parts in self.parts.items():
             if name in recurrent:
                 result = collapse_recurrent(result, name)
-            became = describe_forms({part: (operators[part], left[part]) for part in parts}, session)
-            blocks = max(len(operators[part].spec.blocks) or 1 for part in parts)
-            changes[name] = self._change(name, became, result.get_submodule(name), blocks)
+            became = operator_records({part: (operators[part], left[part]) for part in parts}, session)
+            changes[name] = self._change(name, became, result.get_submodule(name))
         _check_equal(result, student, session)
-        more: dict[str, Any] = {"budget": budget, "objective": self.objective, "fragile": sensitive(allocation)}
-        if untraced:
-            more["neurons_kept"] = untraced
-        return self._recorded(result, changes, more)
+        asked = {"budget": budget, "objective": self.objective}
+        return self._recorded(result, changes, **asked, sensitive=sensitive(allocation), neurons_kept=untraced)
 
-    def _change(self, name: str, became: str, module: nn.Module, blocks: int) -> LayerChange:
+    def _change(self, name: str, became: Sequence[OperatorRecord], module: nn.Module) -> LayerChange:
         """What became of a layer; multiply-adds count as often as its weight is used."""
         unit, macs = self.units[name], sum(p.numel() for p in module.parameters() if p.ndim > 1)
-        found = change(unit, became, macs, size_of(module), macs / unit.macs, blocks)
+        found = change(unit, *became, macs=macs, parameters=size_of(module), share=macs / unit.macs)
         calls = self.session.call_counts.get(name) or 1
         return replace(found, macs_before=found.macs_before * calls, macs_after=found.macs_after * calls)
 
@@ -327,21 +332,21 @@ class _Fitting:
         if not cut:
             raise InvalidOption(f"no layer has the {blocks} outputs and inputs that {blocks} blocks need")
         result = in_blocks(student, cut, arguments)
-        record = _record(result)
         changes = {
-            c.name: replace(c, became=f"{c.became}, error {operators[c.name].error:.2%}") for c in record.changes
+            c.name: replace(c, operators=tuple(replace(o, error=operators[c.name].error) for o in c.operators))
+            for c in record(result).changes
         }
         for name, unit in session.units.items():
             if name not in changes:
                 size = (unit.matrix.shape[0], unit.matrix.shape[1])
-                became = "dense: not joined with other layers"
+                became: Sequence[OperatorRecord] = [OperatorRecord("dense", reason="not joined with other layers")]
                 if name in operators:
-                    became = describe_forms({name: (operators[name], size)}, session)
-                changes[name] = change(unit, became, unit.macs, size_of(unit.module), unit.kept_share, 1)
-        more = {"blocks": blocks, "joint": joint, **record.options}
-        return self._recorded(result, changes, more)
+                    became = operator_records({name: (operators[name], size)}, session)
+                macs, share = unit.macs, unit.kept_share
+                changes[name] = change(unit, *became, macs=macs, parameters=unit.parameters, share=share)
+        return self._recorded(result, changes, blocks=blocks, joint=joint)
 
-    def _recorded(self, result: nn.Module, changes: dict[str, LayerChange], more: dict[str, Any]) -> nn.Module:
+    def _recorded(self, result: nn.Module, changes: dict[str, LayerChange], **asked: Any) -> nn.Module:
         """The result with a record of what was done to it and what that costs."""
         session = self.session
         with evaluating(result):
@@ -349,17 +354,15 @@ class _Fitting:
         for name, unit in self.units.items():
             if unit.reason:
                 calls = session.call_counts.get(name) or 1
-                found = change(unit, unit.reason, unit.macs, size_of(unit.module), unit.kept_share, 1)
-                changes[name] = replace(found, macs_before=calls * unit.macs, macs_after=calls * unit.macs)
-        options = {"method": "fitted", "ridge": session.ridge, "seed": session.seed, **more}
-        options["held_out_error"] = held_out
-        folds = getattr(getattr(result, "reorganization", None), "folds", [])
-        result.reorganization = Reorganization([changes[n] for n in self.units], folds, options)  # type: ignore[assignment]
+                changes[name] = replace(left_alone(unit), macs_before=calls * unit.macs, macs_after=calls * unit.macs)
+        options = CompressedOptions(session.ridge, session.seed, held_out, **asked)
+        exact = find_record(result) or Record(options)
+        set_record_(result, replace(exact, options=options, changes=tuple(changes[n] for n in self.units)))
         return result
 
     def polish_(self, result: nn.Module, steps: int, folder: Path | None) -> None:
         """Train the result inside its structure, and say so in its record."""
-        session, record = self.session, _record(result)
+        session, options = self.session, vars(record(result).options)
         checkpoints = None
         if folder is not None:
             run_identity = {
@@ -367,16 +370,17 @@ class _Fitting:
                 "steps": steps,
                 "samples": [b.size for b in (*session.data.all, *session.data.more)],
             }
-            run_identity |= {name: record.options.get(name) for name in ("budget", "blocks", "joint", "ridge", "seed")}
+            run_identity |= {name: options[name] for name in ("budget", "blocks", "joint", "ridge", "seed")}
             run_identity["shapes"] = {name: list(p.shape) for name, p in result.named_parameters()}
             checkpoints = Checkpoints(folder, run_identity)
         done = polish_(result, session.dense, self.parts, session.data, steps, session.seed, checkpoints, self.progress)
-        record.options.update(polish=done.to_json(), held_out_error=done.after)
+        _change_options_(result, polish=done, held_out_error=done.after)
 
 
-def _record(result: nn.Module) -> Reorganization:
-    record: Any = result.reorganization
-    return record
+def _change_options_(result: nn.Module, **new: Any) -> None:
+    """Give the model a record that says more about how it was compressed."""
+    found = record(result)
+    set_record_(result, replace(found, options=replace(found.options, **new)))
 
 
 def _check_equal(result: nn.Module, student: nn.Module, session: Session) -> None:

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -22,41 +21,14 @@ from crystallite.core.errors import InvalidOption
 from crystallite.data.batch import Batch
 from crystallite.data.calibration import Calibration
 from crystallite.data.outputs import tensors
+from crystallite.models.record import RISKS, Guarantee
 
-__all__ = ["BUDGETS", "RISKS", "Guarantee", "cheapest", "p_value", "sample_losses", "set_aside"]
+__all__ = ["BUDGETS", "cheapest", "p_value", "sample_losses", "set_aside"]
 
 BUDGETS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.25, 0.2, 0.15, 0.1)
-RISKS = {"deviation": "mean relative deviation", "disagreement": "share of other decisions (argmax)"}
 _SHARE = 0.3  # of the samples, set aside before anything is fitted
 _MOST_SAMPLES = 10_000_000
 Candidate = TypeVar("Candidate")
-
-
-@dataclass(frozen=True)
-class Guarantee:
-    """That a risk is at most the tolerance on data like the samples set aside, and how it was shown."""
-
-    budget: float
-    risk: str  # of RISKS: the mean of a loss between 0 and 1
-    tolerance: float
-    confidence: float
-    samples: int  # that were set aside: neither fitted on nor used to choose sizes
-    tested: tuple[tuple[float, float, float], ...]  # budget, mean loss, p-value: in the order of the tests
-
-    @property
-    def observed(self) -> float:
-        """The mean loss of the model that was chosen."""
-        return next(mean for budget, mean, _ in self.tested if budget == self.budget)
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values."""
-        return {**asdict(self), "tested": [list(test) for test in self.tested], "observed": self.observed}
-
-    def __str__(self) -> str:
-        return (
-            f"guaranteed with confidence {self.confidence:g}: {RISKS[self.risk]} ≤ {self.tolerance:g} from the "
-            f"dense model on data like the calibration data ({self.observed:.3g} on {self.samples} samples set aside)"
-        )
 
 
 def cheapest(

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,31 +12,18 @@ from tqdm import tqdm
 from crystallite.core.errors import InvalidOption
 from crystallite.data.batch import evaluating
 from crystallite.data.calibration import Calibration
+from crystallite.models.record import Polish
 from crystallite.statistics.checkpoints import Checkpoints
 from crystallite.statistics.output_error import mean_output_error, output_error
 from crystallite.statistics.trainer import Trainer
 
-__all__ = ["Polish", "polish_"]
+__all__ = ["polish_"]
 
 _BATCH = 32  # samples of a step
 _RATE = 1e-3  # at the top of the schedule, where weights read up to 160 inputs; lower in proportion to more
 _INPUTS = 160
 _EVALUATIONS = 10  # of the held-out error
 _PATIENCE = 7  # evaluations without a better one after which training ends: a high rate does harm before it helps
-
-
-@dataclass(frozen=True)
-class Polish:
-    """What training inside the structure came to; errors are those of the outputs on held-out samples."""
-
-    steps: int  # taken
-    before: float
-    after: float  # of the state that was kept
-    history: tuple[tuple[int, float], ...]  # step, error
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values."""
-        return {**asdict(self), "history": [list(each) for each in self.history]}
 
 
 def polish_(

@@ -15,7 +15,8 @@ from crystallite.analysis import analyze
 from crystallite.baselines import METHODS, Row, compare, table
 from crystallite.compression.compress import compress
 from crystallite.core.errors import CrystalliteError
-from crystallite.models.artifact import attach_verdict, save
+from crystallite.models.artifact import save
+from crystallite.models.manifest import attach_verdict
 from crystallite.models.summary import summary
 from crystallite.report import report
 from crystallite.separation import upgrade

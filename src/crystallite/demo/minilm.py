@@ -20,9 +20,10 @@ from crystallite.analysis import analyze
 from crystallite.baselines import compare, table
 from crystallite.compression.compress import compress
 from crystallite.core.errors import CrystalliteError
-from crystallite.models.artifact import attach_verdict, save
-from crystallite.models.opening import open_pretrained
+from crystallite.models.artifact import save
+from crystallite.models.manifest import attach_verdict
 from crystallite.models.summary import summary
+from crystallite.models.transformers_folder import open_pretrained
 from crystallite.report import report
 from crystallite.serving import Service
 from crystallite.validation import Verdict, sweep, validate

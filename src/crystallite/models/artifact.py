@@ -1,19 +1,18 @@
 """`save` and `load`: a reorganized model as a folder of safetensors and JSON. Nothing in it is executed, ever.
 
 model.safetensors   every parameter and buffer that is in a state dict; all index tables int64
-manifest.json       format version, what the modules are, how they came about, the orders folded into the weights, which
-                    parameters are frozen, the hashes of the weights and of the model they were made from, and the
-                    verdict of a validation
+manifest.json       what `models/manifest.py` says: the same for every folder that we write
 
-A block can be read without the others. The weights must have the hash that the manifest names, and so must a verdict.
+A model of a class of transformers' own becomes a transformers folder, with the same manifest beside `config.json`:
+`from_pretrained` reads it too, and `load` opens it as the class it was. So there is one kind of folder to validate,
+report and serve, and whoever has code for transformers needs no other. A block can be read without the others. The
+weights must have the hash that the manifest names, and so must a verdict.
 """
 
 from __future__ import annotations
 
 import copy
-import hashlib
 import importlib.metadata
-import json
 import os
 import shutil
 import uuid
@@ -28,28 +27,24 @@ from torch import Tensor, nn
 
 from crystallite.core.errors import CheckpointError, InvalidOption
 from crystallite.models.description import OPERATORS, build, check_indices, describe_parts, replace
-from crystallite.models.record import Reorganization
+from crystallite.models.manifest import (
+    CONFIG,
+    MANIFEST,
+    METHOD,
+    VERSION,
+    WEIGHTS,
+    check_weights,
+    read_manifest,
+    source_sha256,
+    weights_of,
+    weights_sha256,
+    write_manifest,
+)
+from crystallite.models.record import ExactOptions, Record, find_record, set_record_
+from crystallite.models.transformers_folder import described_in_config, open_pretrained, write_config, write_pretrained
 from crystallite.weights.checkpoint import Checkpoint, open_checkpoint
-from crystallite.weights.stored import SourceFile, load_json
 
-__all__ = [
-    "LoadedBlock", "attach_verdict", "check_weights", "load", "load_block", "load_mapped", "read_manifest", "save",
-    "source_sha256", "without_weights",
-]  # fmt: skip
-
-VERSION = 3
-_WEIGHTS, _MANIFEST = "model.safetensors", "manifest.json"
-_FIELDS: dict[str, type | tuple[type, ...]] = {
-    "weights_sha256": str,
-    "source_sha256": (str, type(None)),
-    "modules": dict,
-    "training": bool,
-    "tied": dict,
-    "frozen": list,
-    "reorganization": dict,
-    "verdict": (dict, type(None)),
-    "metadata": dict,
-}
+__all__ = ["LoadedBlock", "load", "load_block", "load_mapped", "save", "without_weights"]
 
 
 def save(
@@ -58,31 +53,34 @@ def save(
     *,
     source: nn.Module | Mapping[str, Any] | str | os.PathLike[str] | None = None,
     metadata: dict[str, Any] | None = None,
+    files: str | os.PathLike[str] | None = None,
 ) -> Path:
     """Write a reorganized model to a new folder, all of it or nothing; returns the folder.
 
     - `source`: the model it was made from, or its file or folder; the manifest keeps a hash of its weights.
     - `metadata`: plain JSON values that are kept in the manifest.
+    - `files`: the folder of the transformers model it was made from, of which all but the weights is copied: the
+      tokenizer, and whatever else lies there.
 
     A folder that exists already is not touched.
     """
     target = Path(path)
     if target.exists():
         raise InvalidOption(f"{target}: exists already; choose another name or remove it")
-    record = getattr(model, "reorganization", Reorganization([]))
-    if not record.fitted and not any(type(module) in OPERATORS.values() for module in model.modules()):
+    record = find_record(model) or Record(ExactOptions())
+    if record.method != "compressed" and not any(type(module) in OPERATORS.values() for module in model.modules()):
         raise InvalidOption("this model holds no reorganized layer; save it with safetensors or torch instead")
-    modules = describe_parts(model)
+    in_config = described_in_config(model)
+    modules = describe_parts(model) if in_config is None else in_config
     for name, description in modules.items():
         if " " in description["type"]:
             raise InvalidOption(f"{name}: {description['type']}, which could not be loaded again")
     state = model.state_dict()
-    ties = _ties(state)
-    tensors = {name: _alone(value) for name, value in state.items() if name not in ties}
-    if not tensors:
+    if not state:
         raise InvalidOption("this model holds no weights, so there is nothing to save")
+    ties = _ties(state) if in_config is None else {}
     manifest = {
-        "format": "crystallite",
+        "format": METHOD,
         "version": VERSION,
         "crystallite": importlib.metadata.version("crystallite"),
         "torch": torch.__version__,
@@ -91,15 +89,18 @@ def save(
         "training": model.training,
         "tied": ties,
         "frozen": [name for name, value in model.named_parameters() if not value.requires_grad],
-        "reorganization": record.to_plain(),
+        "record": record.to_plain(),
         "verdict": None,
         "metadata": metadata or {},
     }
     folder = target.parent / f".{target.name}.{uuid.uuid4().hex}"
     folder.mkdir(parents=True)
     try:
-        save_file(tensors, folder / _WEIGHTS)
-        _write_manifest(folder, manifest | {"weights_sha256": _sha256(folder / _WEIGHTS)})
+        if in_config is None:
+            save_file({name: _alone(value) for name, value in state.items() if name not in ties}, folder / WEIGHTS)
+        else:
+            write_pretrained(model, folder, None if files is None else Path(files))
+        write_manifest(folder, manifest | {"weights_sha256": weights_sha256(folder)})
         folder.rename(target)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
@@ -108,12 +109,13 @@ def save(
 
 
 def load(path: str | os.PathLike[str], into: nn.Module | None = None) -> nn.Module:
-    """The model that `save` wrote.
+    """The model that `save` wrote, or `save_pretrained` of a reorganized transformers model.
 
-    A model made of `nn.Sequential`, PyTorch's usual modules and block operators is rebuilt from the manifest. For a
-    model with code of its own pass `into=` an instance of the original, which is not changed: a copy of it gets the
-    modules and weights that were saved. Nothing of the original's weights is copied, but buffers that no state dict
-    holds are its own. Parameters are frozen as they were.
+    A transformers model is opened as the class its config names, and needs no `into`. A model made of `nn.Sequential`,
+    PyTorch's usual modules and block operators is rebuilt from the manifest. For a model with code of its own pass
+    `into=` an instance of the original, which is not changed: a copy of it gets the modules and weights that were
+    saved. Nothing of the original's weights is copied, but buffers that no state dict holds are its own. Parameters are
+    frozen as they were.
     """
     check_weights(path)
     return _opened(Path(path), into, mapped=False)
@@ -126,15 +128,6 @@ def load_mapped(path: str | os.PathLike[str], into: nn.Module | None = None) -> 
     not be written to while the model is used.
     """
     return _opened(Path(path), into, mapped=True)
-
-
-def check_weights(path: str | os.PathLike[str]) -> str:
-    """The hash of a saved model's weights, compared with the one that the manifest names."""
-    folder = Path(path)
-    named, found = read_manifest(folder)["weights_sha256"], _sha256(folder / _WEIGHTS)
-    if found != named:
-        raise CheckpointError(f"{folder / _WEIGHTS}: its contents are not those the manifest was written for")
-    return found
 
 
 def without_weights(model: nn.Module) -> nn.Module:
@@ -150,20 +143,26 @@ def without_weights(model: nn.Module) -> nn.Module:
 
 def _opened(folder: Path, into: nn.Module | None, mapped: bool) -> nn.Module:
     manifest = read_manifest(folder)
+    record = Record.from_plain(manifest["record"], folder / MANIFEST)
+    if (folder / CONFIG).is_file():
+        model = open_pretrained(folder, into)
+        set_record_(model, record)
+        return model.train(manifest["training"])
     if "" in manifest["modules"]:
-        model = build(manifest["modules"][""], folder / _MANIFEST)
+        model = build(manifest["modules"][""], folder / MANIFEST)
     elif into is None:
         raise InvalidOption(f"{folder}: this model has code of its own; pass into= an instance of the original")
     else:
         model = without_weights(into)
-        replace(model, manifest["modules"], folder / _MANIFEST)
-    record = Reorganization.from_plain(manifest["reorganization"], folder / _MANIFEST)
-    with open_checkpoint(folder / _WEIGHTS) as checkpoint:
+        replace(model, manifest["modules"], folder / MANIFEST)
+    with open_checkpoint(weights_of(folder)) as checkpoint:
         _fill(model, folder, manifest["tied"], checkpoint, mapped)
     check_indices(model, folder)
     for name, value in model.named_parameters():
         value.requires_grad_(value.is_floating_point() and name not in manifest["frozen"])
-    model.reorganization = record  # type: ignore[assignment]
+    set_record_(model, record)
+    if into is not None:
+        write_config(model, into)  # so that `save_pretrained` writes what `from_pretrained` reads
     return model.train(manifest["training"])
 
 
@@ -189,7 +188,7 @@ def load_block(path: str | os.PathLike[str], layer: str, block: int) -> LoadedBl
     described = _description_at(manifest["modules"], chain if number.isdigit() else layer)
     if described.get("type") != ("BlockChain" if number.isdigit() else "BlockLinear"):
         raise CheckpointError(f"{folder}: expected the name of a BlockLinear or of a BlockChain's layer, got {layer!r}")
-    with open_checkpoint(folder / _WEIGHTS) as checkpoint:
+    with open_checkpoint(weights_of(folder)) as checkpoint:
 
         def table(name: str, at: Tensor, inverse: bool = False) -> Tensor:
             """The entries of a table, or the places themselves where there is none."""
@@ -220,63 +219,10 @@ def load_block(path: str | os.PathLike[str], layer: str, block: int) -> LoadedBl
             columns = table(f"{chain}.layers.{int(number) - 1}.neurons", columns)
         bias = table(f"{prefix}bias", lines) if f"{prefix}bias" in checkpoint.tensors else None
         weight = _tensor(checkpoint, f"{prefix}weights.{stack}")[left].clone()
-    record = Reorganization.from_plain(manifest["reorganization"], folder / _MANIFEST)
+    record = Record.from_plain(manifest["record"], folder / MANIFEST)
     outputs, inputs = _folded(record, *((chain, int(number)) if number.isdigit() else (layer, 0)))
     rows, columns = (at if order is None else order[at] for order, at in ((outputs, rows), (inputs, columns)))
     return LoadedBlock(weight, bias, rows, columns)
-
-
-def read_manifest(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """What `save` wrote about a model, checked to be complete. The weights are not read.
-
-    >>> read_manifest("nowhere")
-    Traceback (most recent call last):
-    crystallite.core.errors.CheckpointError: nowhere: expected a folder that crystallite saved, found no manifest.json
-    """
-    file = Path(path) / _MANIFEST
-    if not file.is_file():
-        raise CheckpointError(f"{path}: expected a folder that crystallite saved, found no {_MANIFEST}")
-    opened = SourceFile.at(file)
-    manifest = load_json(file, opened.head(opened.size), "manifest")
-    made_by, version = manifest.get("format"), manifest.get("version")
-    if made_by != "crystallite" or version != VERSION:
-        raise CheckpointError(f"{file}: expected format crystallite {VERSION}, got {made_by!r:.80} {version!r:.80}")
-    for name, kind in _FIELDS.items():
-        if name not in manifest or not isinstance(manifest[name], kind):
-            raise CheckpointError(f"{file}: expected {name!r} in the manifest, got {manifest.get(name)!r:.80}")
-    verdict = manifest["verdict"]
-    if verdict is not None and verdict.get("weights_sha256") != manifest["weights_sha256"]:
-        raise CheckpointError(f"{file}: the verdict was given on other weights; validate the model again")
-    return manifest
-
-
-def attach_verdict(path: str | os.PathLike[str], verdict: dict[str, Any]) -> None:
-    """Write a validation's verdict into a saved model's manifest, bound to the weights as they lie there.
-
-    `verdict` holds plain JSON values. An earlier verdict is replaced; the manifest changes at once or not at all.
-    """
-    folder = Path(path)
-    manifest = read_manifest(folder)
-    found = check_weights(folder)
-    _write_manifest(folder, manifest | {"verdict": verdict | {"weights_sha256": found}})
-
-
-def source_sha256(source: nn.Module | Mapping[str, Any] | str | os.PathLike[str]) -> str:
-    """A hash of a model's weights: names, dtypes, shapes and bytes, by sorted name, whatever file they lie in.
-
-    Of tensors that share their data the first counts.
-
-    >>> source_sha256({"a": torch.ones(2)}) == source_sha256({"a": torch.zeros(2)})
-    False
-    """
-    digest = hashlib.sha256()
-    with open_checkpoint(source) as checkpoint:
-        for name, info in sorted(checkpoint.tensors.items()):
-            if info.alias_of is None:
-                digest.update(json.dumps([name, info.dtype, info.shape]).encode())
-                numbers: Any = _tensor(checkpoint, name).contiguous().reshape(-1).view(torch.uint8).numpy()
-                digest.update(numbers)
-    return digest.hexdigest()
 
 
 def _description_at(modules: dict[str, Any], name: str) -> dict[str, Any]:
@@ -291,7 +237,7 @@ def _description_at(modules: dict[str, Any], name: str) -> dict[str, Any]:
     return dict(found)
 
 
-def _folded(record: Reorganization, name: str, number: int) -> list[Tensor | None]:
+def _folded(record: Record, name: str, number: int) -> list[Tensor | None]:
     """The orders folded into the rows and columns of a layer: that of this name, or so many after it in a chain."""
     names = [change.name for change in record.changes]
     place = names.index(name) + number if name in names else len(names)
@@ -300,26 +246,6 @@ def _folded(record: Reorganization, name: str, number: int) -> list[Tensor | Non
     orders = {where: fold.order for fold in record.folds for where in fold.places}
     axes = (1, 0) if record.changes[place].kind == "Conv1D" else (0, 1)
     return [orders.get((f"{names[place]}.weight", axis)) for axis in axes]
-
-
-def _write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
-    try:
-        text = json.dumps(manifest, indent=1)
-    except (TypeError, ValueError) as error:
-        raise InvalidOption(f"options, metadata and verdicts must be plain JSON values: {error}") from None
-    unfinished = folder / f".{_MANIFEST}.{uuid.uuid4().hex}"
-    try:
-        unfinished.write_text(text + "\n")
-        unfinished.replace(folder / _MANIFEST)
-    finally:
-        unfinished.unlink(missing_ok=True)
-
-
-def _sha256(file: Path) -> str:
-    if not file.is_file():
-        raise CheckpointError(f"{file}: missing")
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _ties(state: Mapping[str, Tensor]) -> dict[str, str]:
@@ -355,7 +281,7 @@ def _fill(model: nn.Module, folder: Path, tied: dict[str, Any], checkpoint: Chec
     stored = {name: (info.shape, "float" in info.dtype) for name, info in checkpoint.tensors.items()}
     for name, first in tied.items():
         if not isinstance(first, str) or first not in checkpoint.tensors or name in checkpoint.tensors:
-            raise CheckpointError(f"{folder / _MANIFEST}: {name!r:.80} cannot be tied to {first!r:.80}")
+            raise CheckpointError(f"{folder / MANIFEST}: {name!r:.80} cannot be tied to {first!r:.80}")
     stored |= {name: stored[first] for name, first in tied.items()}
     if stored != expected:
         wrong = min(set(stored.items()) ^ set(expected.items()))[0]

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, nn
 
-from crystallite.models.record import LayerChange
+from crystallite.models.record import LayerChange, OperatorRecord
 
-__all__ = ["Unit", "change", "find_units", "has_hooks", "is_transformers_conv1d", "set_trained_", "trained"]
+__all__ = [
+    "Unit",
+    "change",
+    "find_units",
+    "has_hooks",
+    "is_transformers_conv1d",
+    "left_alone",
+    "set_trained_",
+    "trained",
+]
 
 _KINDS = {
     nn.Linear: "linear",
@@ -31,6 +40,12 @@ class Unit:
     module: nn.Module
     kind: str
     reason: str = ""
+    tied: int = 0  # of its numbers, those that an earlier layer holds too
+
+    @property
+    def parameters(self) -> int:
+        """Its numbers, tied ones counted with the first layer that holds them."""
+        return sum(p.numel() for p in self.module.parameters()) - self.tied
 
     @property
     def weights(self) -> list[Tensor]:
@@ -65,12 +80,12 @@ def find_units(model: nn.Module, targets: Sequence[str], ignore: Sequence[str]) 
 
     >>> for unit in find_units(nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 4), nn.ReLU()), ["*"], []):
     ...     print(unit.name, unit.kind, unit.reason)
-    0 other left alone: Embedding is a look-up table
+    0 other Embedding is a look-up table
     1 linear
     """
     places = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
     owners = Counter(id(p) for module in model.modules() for p in module._parameters.values())
-    units = []
+    units, seen = [], set[int]()
     for name, module in model.named_modules():
         if not any(fnmatchcase(name, p) for p in targets) or any(fnmatchcase(name, p) for p in ignore):
             continue
@@ -79,8 +94,9 @@ def find_units(model: nn.Module, targets: Sequence[str], ignore: Sequence[str]) 
         if not unit.weights or not is_layer:
             continue
         tied = any(owners[id(p)] > 1 for p in module.parameters(recurse=False))
-        reason = _why_left_alone(unit, tied, places[id(module)] > 1)
-        units.append(Unit(name, module, unit.kind, f"left alone: {reason}" if reason else ""))
+        earlier = sum(p.numel() for p in module.parameters() if id(p) in seen)
+        seen |= {id(p) for p in module.parameters()}
+        units.append(replace(unit, reason=_why_left_alone(unit, tied, places[id(module)] > 1), tied=earlier))
     return units
 
 
@@ -107,13 +123,17 @@ def _why_left_alone(unit: Unit, tied: bool, reused: bool) -> str:
 
 
 def change(
-    unit: Unit, became: str, macs: int, parameters: int, share: float, blocks: int, role: str = ""
+    unit: Unit, *operators: OperatorRecord, macs: int, parameters: int, share: float, role: str = ""
 ) -> LayerChange:
-    """The record of one unit."""
-    before = sum(p.numel() for p in unit.module.parameters())
-    return LayerChange(
-        unit.name, became, unit.macs, macs, before, parameters, share, blocks, type(unit.module).__name__, role
-    )
+    """The record of one unit that was replaced."""
+    kind, before = type(unit.module).__name__, unit.parameters
+    return LayerChange(unit.name, kind, operators, unit.macs, macs, before, parameters, share, role)
+
+
+def left_alone(unit: Unit) -> LayerChange:
+    """The record of one unit that stays what it is, for its reason."""
+    operator = OperatorRecord("left alone", reason=unit.reason)
+    return change(unit, operator, macs=unit.macs, parameters=unit.parameters, share=unit.kept_share)
 
 
 def trained(module: nn.Module) -> tuple[bool, bool]:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
-import shutil
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +13,10 @@ from torch import nn
 
 from crystallite.core.errors import CheckpointError, InvalidOption
 from crystallite.models.artifact import load, save
+from crystallite.models.transformers_folder import open_pretrained
 from crystallite.weights.checkpoint import open_checkpoint
 
-__all__ = ["open_model", "open_pretrained", "write_model"]
-
-_WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.h5",
-                 "*.msgpack", "*.onnx", "*.ot", "*.gguf")  # fmt: skip
+__all__ = ["open_model", "write_model"]
 
 
 def open_model(source: str, weights: Path | None) -> nn.Module:
@@ -54,21 +50,6 @@ def _from_code(source: str) -> nn.Module:
     return model
 
 
-def open_pretrained(folder: Path) -> nn.Module:
-    """The model of a transformers folder, as `AutoModel` gives it."""
-    try:
-        library = importlib.import_module("transformers")
-    except ImportError:
-        raise InvalidOption(f"{folder}: a transformers model; install transformers to open it") from None
-    if not sys.stderr.isatty():
-        library.utils.logging.disable_progress_bar()
-    try:
-        model: nn.Module = library.AutoModel.from_pretrained(folder, local_files_only=True)
-    except (ValueError, RuntimeError, KeyError) as error:
-        raise CheckpointError(f"{folder}: transformers cannot open it: {error}") from None
-    return model
-
-
 def _fill(model: nn.Module, file: Path) -> None:
     """Give a model the weights of a checkpoint, all of them."""
     with open_checkpoint(file) as checkpoint:
@@ -80,14 +61,6 @@ def _fill(model: nn.Module, file: Path) -> None:
 
 
 def write_model(model: nn.Module, target: Path, original: nn.Module, source: Path, options: dict[str, Any]) -> None:
-    """A transformers model as `from_pretrained` reads it, with its tokenizer; any other as `crystallite.load` does."""
-    pretrained: Any = model
-    if not (hasattr(model, "save_pretrained") and source.is_dir()):
-        save(model, target, source=original, metadata={"model": str(source), **options})
-        return
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as made:  # all of it or nothing
-        folder = Path(made) / target.name
-        shutil.copytree(source, folder, ignore=shutil.ignore_patterns(*_WEIGHT_FILES))
-        pretrained.save_pretrained(folder)
-        folder.rename(target)
+    """A model as `crystallite.load` reads it; of a transformers folder, with its tokenizer and other files."""
+    files = source if (source / "config.json").is_file() else None
+    save(model, target, source=original, metadata={"model": str(source), **options}, files=files)

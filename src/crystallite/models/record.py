@@ -1,32 +1,127 @@
-"""What was done to a model, kept on it as `model.reorganization`: for summaries, for artifacts, and to undo it."""
+"""`Record`: what was done to a model, kept on it as `model.reorganization`; `record(model)` returns it.
+
+It serves summaries and artifacts, and undoes what can be undone. A record is a value: a stage that does more to a model
+sets a new one (`dataclasses.replace`). Sentences about it are made when they are printed.
+"""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
-from typing import Any
+import math
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from crystallite.core.errors import CheckpointError
+from crystallite.annealing.distributions import Normal, Orthogonal, TruncatedNormal, Uniform
+from crystallite.annealing.fitting import Empirical
+from crystallite.core.errors import CheckpointError, CrystalliteError, InvalidOption
+from crystallite.models.typed_json import from_plain, to_plain
 
-__all__ = ["Fold", "LayerChange", "Reorganization"]
+__all__ = [
+    "RISKS",
+    "CompressedOptions",
+    "Epoch",
+    "ExactOptions",
+    "Fold",
+    "Guarantee",
+    "LayerChange",
+    "OperatorRecord",
+    "Polish",
+    "Record",
+    "StorableNull",
+    "UpgradedOptions",
+    "find_record",
+    "record",
+    "set_record_",
+]  # fmt: skip
+
+RISKS = {"deviation": "mean relative deviation", "disagreement": "share of other decisions (argmax)"}
+_FEED_FORWARD = {
+    "feed-forward pair": "feed-forward pair",
+    "feed-forward layers": "feed-forward layers",
+    "feed-forward channels": "feed-forward channel by channel",
+}
+StorableNull = Uniform | Normal | Empirical | TruncatedNormal | Orthogonal  # those that a few numbers describe
+OperatorKind = Literal[
+    "left alone", "dense", "low rank", "blocks", "chain", "feed-forward pair", "feed-forward layers",
+    "feed-forward channels",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class OperatorRecord:
+    """What stands in the place of a layer, or of one product of a recurrent layer, in numbers; `str` says it.
+
+    >>> str(OperatorRecord("blocks", blocks=4, inputs=(24, 64), error=0.0123))
+    '24 of 64 inputs, 4 blocks, error 1.23%'
+    """
+
+    kind: OperatorKind
+    blocks: int = 1  # 0: dormant. Of a dense layer: those that were found and not used
+    rank: int = 0  # 0: not of low rank
+    outputs: tuple[int, int] | None = None  # how many are left of how many, where that is known
+    inputs: tuple[int, int] | None = None
+    subnetworks: int = 1  # of the chain that the blocks are in
+    sccs: int = 0  # strongly connected components of a recurrent layer
+    part: str = ""  # of a recurrent layer, where each product has an operator of its own: "inputs", "states 1", …
+    reason: str = ""  # why it was left alone, or is dense
+    error: float | None = None  # share of the layer's variance that it gets wrong on samples it was not fitted to
+
+    def __str__(self) -> str:
+        sizes = [(side, size) for side, size in (("outputs", self.outputs), ("inputs", self.inputs)) if size]
+        texts = [f"{left} of {before} {side}" for side, (left, before) in sizes if left < before]
+        texts += [self._operator()] if self.kind != "dense" or not texts else []
+        texts += [] if self.error is None else [f"error {self.error:.2%}"]
+        return f"{self.part}: " * bool(self.part) + ", ".join(texts)
+
+    def _operator(self) -> str:
+        blocks = f"{self.blocks} block{'s' * (self.blocks != 1)}"
+        blocks = blocks if self.blocks else "dormant: only the bias is left"
+        if self.kind == "left alone":
+            return f"left alone: {self.reason}"
+        if self.kind == "dense":
+            return f"dense, {self.reason}"
+        if self.kind == "chain":
+            return f"{blocks} in a chain{f' of {self.subnetworks} subnetworks' * (self.subnetworks > 1)}"
+        if self.kind in _FEED_FORWARD:
+            return f"{_FEED_FORWARD[self.kind]}, {blocks}"
+        names = [f"{self.sccs} SCCs in " * bool(self.sccs) + blocks] * (self.kind == "blocks")
+        names += [f"rank {self.rank}"] * bool(self.rank)
+        return " + ".join(names)
 
 
 @dataclass(frozen=True)
 class LayerChange:
-    """What became of one layer."""
+    """What became of one layer, and what it costs: multiply-adds as often as its weights are used."""
 
     name: str
-    became: str  # the new module, or why the layer was left as it was
+    kind: str  # the class of the layer
+    operators: tuple[OperatorRecord, ...]  # one, or one for each product of a recurrent layer
     macs_before: int
     macs_after: int
-    parameters_before: int
+    parameters_before: int  # without those that an earlier layer holds too
     parameters_after: int
     kept_share: float = 1.0
-    blocks: int = 1
-    kind: str = "Linear"  # the class of the layer
     role: str = ""  # "first", "second" or "gate" of the feed-forward module that was replaced as a whole
+
+    @property
+    def became(self) -> str:
+        """What the layer is now, or why it was left as it was, with the error where one was measured."""
+        return "; ".join(map(str, self.operators))
+
+    @property
+    def blocks(self) -> int:
+        return max(operator.blocks for operator in self.operators)
+
+    @property
+    def error(self) -> float | None:
+        """The largest error of its operators on samples they were not fitted to; None if none was measured."""
+        return max((o.error for o in self.operators if o.error is not None), default=None)
+
+    def to_row(self) -> dict[str, Any]:
+        """A row of a table: plain values."""
+        row = {name: value for name, value in vars(self).items() if name != "operators"}
+        return row | {"became": self.became, "blocks": self.blocks, "error": self.error}
 
 
 @dataclass(frozen=True)
@@ -39,51 +134,186 @@ class Fold:
     order: Tensor  # (neurons,) int64
     places: tuple[tuple[str, int], ...]  # names of parameters and buffers of the dense model, and the axis
 
+    def __post_init__(self) -> None:
+        count = len(self.order)
+        if sorted(self.order.tolist()) != list(range(count)):
+            raise ValueError(f"an order of {count} neurons that does not hold every index below {count} once")
+
 
 @dataclass(frozen=True)
-class Reorganization:
-    """One row per layer that was considered, the orders folded into weights, and the options that led here."""
+class ExactOptions:
+    """How a model was reorganized exactly; see `reorganize`."""
 
-    changes: list[LayerChange]
-    folds: list[Fold] = field(default_factory=list)
-    options: dict[str, Any] = field(default_factory=dict)  # plain values: level, null, rule, …
+    level: float | str | None = None  # None: zeros were taken as they are
+    null: str = "auto"
+    correction: str | None = None
+    random_walk: str | None = "calibrated"
+    rule: str = "both"
+
+
+@dataclass(frozen=True)
+class Polish:
+    """What training inside the structure came to; errors are those of the outputs on held-out samples."""
+
+    steps: int  # taken
+    before: float
+    after: float  # of the state that was kept
+    history: tuple[tuple[int, float], ...]  # step, error
+
+
+@dataclass(frozen=True)
+class Guarantee:
+    """That a risk is at most the tolerance on data like the samples set aside, and how it was shown."""
+
+    budget: float
+    risk: str  # of RISKS: the mean of a loss between 0 and 1
+    tolerance: float
+    confidence: float
+    samples: int  # that were set aside: neither fitted on nor used to choose sizes
+    tested: tuple[tuple[float, float, float], ...]  # budget, mean loss, p-value: in the order of the tests
+
+    def __post_init__(self) -> None:
+        if self.risk not in RISKS:
+            raise ValueError(f"a guarantee of the unknown risk {self.risk!r:.80}")
 
     @property
-    def fitted(self) -> bool:
-        """Whether layers were fitted to data: then nothing says what they were."""
-        return self.options.get("method") == "fitted"
+    def observed(self) -> float:
+        """The mean loss of the model that was chosen."""
+        return next((mean for budget, mean, _ in self.tested if budget == self.budget), math.nan)
+
+    def __str__(self) -> str:
+        return (
+            f"guaranteed with confidence {self.confidence:g}: {RISKS[self.risk]} ≤ {self.tolerance:g} from the "
+            f"dense model on data like the calibration data ({self.observed:.3g} on {self.samples} samples set aside)"
+        )
+
+
+@dataclass(frozen=True)
+class CompressedOptions:
+    """How a model was compressed, and what that did to its outputs; see `compress`."""
+
+    ridge: float
+    seed: int
+    held_out_error: float  # of the outputs: share of their variance, on samples not fitted on
+    budget: float | None = None
+    blocks: int | None = None
+    joint: bool = False
+    objective: Literal["macs", "parameters", "latency", "int8"] = "macs"
+    sensitive: dict[str, float] = field(
+        default_factory=dict
+    )  # layers kept dense → the error of half of them; worst first
+    neurons_kept: str = ""  # why no hidden neurons were taken out, if so
+    polish: Polish | None = None
+    guarantee: Guarantee | None = None
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """What one epoch of an upgrade came to."""
+
+    epoch: int
+    loss: float  # mean over its batches, without what blocks alone lose
+    metric: float | None
+    threshold: float  # at its end, as a share of the final one
+    acting: float  # share of the weights inside blocks that reach it
+
+
+@dataclass(frozen=True)
+class UpgradedOptions:
+    """How a model was upgraded; see `upgrade`."""
+
+    blocks: int  # of every chain, found by `decompose` in the annealed weights
+    chains: tuple[tuple[str, ...], ...]  # layers that separate together
+    labels: tuple[dict[str, tuple[int, ...]], ...]  # by chain and group of neurons: the block of each
+    nulls: dict[str, StorableNull]  # by parameter: `anneal(w, null, level, rule="neyman")` keeps all nonzeros; without
+    # nulls that hold the initial weights themselves, which whoever passed them has
+    level: float
+    thresholds: dict[str, float]  # by layer: what the null asks for at the level
+    learning_rate: float
+    block_loss: float
+    history: tuple[Epoch, ...]
+    balanced: tuple[str, ...]  # layers whose inputs were brought into balanced units first
+    strays: int  # weights of fragments beside the blocks that were set to zero at the end
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        return tuple(name for chain in self.chains for name in chain)
+
+    def __post_init__(self) -> None:
+        if not self.history:
+            raise ValueError("an upgrade of no epochs")
+
+    def __str__(self) -> str:
+        first, last, chains = self.history[0], self.history[-1], len(self.chains)
+        metric = "" if last.metric is None else f", metric {last.metric:.4g}"
+        return (
+            f"upgraded to {self.blocks} blocks in {chains} chain{'s' * (chains > 1)}, "
+            f"{len(self.history)} epochs: loss {first.loss:.4g} → {last.loss:.4g}{metric}, "
+            f"{last.acting:.0%} of the weights inside blocks act"
+        )
+
+
+Options = ExactOptions | CompressedOptions | UpgradedOptions
+Method = Literal["exact", "compressed", "upgraded"]
+_METHODS: dict[type, Method] = {ExactOptions: "exact", CompressedOptions: "compressed", UpgradedOptions: "upgraded"}
+
+
+@dataclass(frozen=True)
+class Record:
+    """One row per layer that was considered, the orders folded into weights, and the options that led here."""
+
+    options: Options
+    changes: tuple[LayerChange, ...] = ()
+    folds: tuple[Fold, ...] = ()
+    not_folded: str = ""  # why no orders were folded, where they could have been
+
+    @property
+    def method(self) -> Method:
+        """How the model was made; of a compressed one nothing says what its layers were.
+
+        >>> Record(ExactOptions(level=0.01)).method
+        'exact'
+        """
+        return _METHODS[type(self.options)]
 
     def to_plain(self) -> dict[str, Any]:
         """The record as JSON values.
 
-        >>> Reorganization([], [Fold(torch.tensor([1, 0]), (("a.weight", 0),))]).to_plain()["folds"]
+        >>> import torch
+        >>> Record(ExactOptions(), folds=(Fold(torch.tensor([1, 0]), (("a.weight", 0),)),)).to_plain()["folds"]
         [{'order': '1 0', 'places': [['a.weight', 0]]}]
         """
-        orders = (" ".join(map(str, fold.order.tolist())) for fold in self.folds)  # a list would be a line per neuron
-        places = ([list(place) for place in fold.places] for fold in self.folds)
-        return {
-            "options": self.options,
-            "changes": [asdict(change) for change in self.changes],
-            "folds": [{"order": order, "places": where} for order, where in zip(orders, places, strict=True)],
-        }
+        return dict(to_plain(Record, self))
 
     @classmethod
-    def from_plain(cls, plain: Any, source: object) -> Reorganization:
+    def from_plain(cls, plain: Any, source: object) -> Record:
         """What `to_plain` gave, which may be hostile; `source` is where it stood, for the error."""
         try:
-            changes = [LayerChange(**change) for change in plain["changes"]]
-            folds = [
-                Fold(_order(fold["order"]), tuple((str(name), int(axis)) for name, axis in fold["places"]))
-                for fold in plain["folds"]
-            ]
-            return cls(changes, folds, dict(plain["options"]))
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            what = f"no {error}" if isinstance(error, KeyError) else f"{error!s:.200}"
-            raise CheckpointError(f"{source}: expected the record of a reorganization, got {what}") from None
+            found: Record = from_plain(cls, plain, "record")
+        except (CrystalliteError, OverflowError, RuntimeError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{source}: expected the record of a reorganization, got {error!s:.200}") from None
+        return found
 
 
-def _order(text: str) -> Tensor:
-    order = [int(number) for number in text.split()]
-    if sorted(order) != list(range(len(order))):
-        raise ValueError(f"an order of {len(order)} neurons that does not hold every index below {len(order)} once")
-    return torch.tensor(order, dtype=torch.int64)
+def record(model: nn.Module) -> Record:
+    """What `reorganize`, `compress` or `upgrade` did to a model.
+
+    >>> record(nn.Linear(2, 2))
+    Traceback (most recent call last):
+    crystallite.core.errors.InvalidOption: this model was not made by reorganize, compress or upgrade; pass their result
+    """
+    found = find_record(model)
+    if found is None:
+        raise InvalidOption("this model was not made by reorganize, compress or upgrade; pass their result")
+    return found
+
+
+def find_record(model: nn.Module) -> Record | None:
+    """The same, or None where nothing was done."""
+    found = getattr(model, "reorganization", None)
+    return found if isinstance(found, Record) else None
+
+
+def set_record_(model: nn.Module, new: Record) -> None:
+    """Put a record on a model, in the place of the one it has."""
+    model.reorganization = new  # type: ignore[assignment]

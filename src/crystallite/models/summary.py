@@ -8,8 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from crystallite.core.errors import CheckpointError, InvalidOption
-from crystallite.models.record import LayerChange, Reorganization
+from crystallite.models.record import CompressedOptions, LayerChange, Record, record
 from crystallite.operators.chain import BlockChain
 from crystallite.operators.conv import BlockConv
 from crystallite.operators.feed_forward import BlockFeedForward
@@ -17,7 +16,7 @@ from crystallite.operators.linear import BlockLinear
 
 __all__ = ["Summary", "summary"]
 
-_SHOWN_FRAGILE = 3
+_SHOWN_SENSITIVE = 3
 _OBJECTIVES = {  # what a budget is of, where not multiply-adds
     "parameters": " of the parameters",
     "latency": " of the measured time",
@@ -30,7 +29,7 @@ _MOVING = ("columns", "inputs", "outputs", "shuffle")  # index tables that are a
 class Summary:
     """One row per layer that was considered, the totals, how neurons find their places, and notes on a fitted model."""
 
-    changes: list[LayerChange]
+    changes: tuple[LayerChange, ...]
     order: str = ""  # of hidden neurons: how much of it lies in the weights, how much is moved at run time
     notes: tuple[str, ...] = ()  # of a fitted model: what was asked for, what it cost, what was protected and promised
 
@@ -46,12 +45,12 @@ class Summary:
     def to_pandas(self) -> Any:
         import pandas
 
-        return pandas.DataFrame([vars(c) for c in self.changes])
+        return pandas.DataFrame([c.to_row() for c in self.changes])
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
         return {
-            "layers": [vars(c) for c in self.changes],
+            "layers": [c.to_row() for c in self.changes],
             "macs": list(self.macs),
             "parameters": list(self.parameters),
             "order": self.order,
@@ -79,49 +78,43 @@ class Summary:
 
 
 def summary(model: nn.Module) -> Summary:
-    """What `reorganize` did to a model.
+    """What `reorganize`, `compress` or `upgrade` did to a model.
 
     >>> summary(nn.Linear(2, 2))
     Traceback (most recent call last):
-    crystallite.core.errors.InvalidOption: this model was not made by reorganize; pass its result
+    crystallite.core.errors.InvalidOption: this model was not made by reorganize, compress or upgrade; pass their result
     """
-    record = getattr(model, "reorganization", None)
-    if not isinstance(record, Reorganization):
-        raise InvalidOption("this model was not made by reorganize; pass its result")
-    try:
-        notes = tuple(_notes(record)) if record.fitted else ()
-    except (AttributeError, LookupError, TypeError, ValueError) as error:  # it may have been read from a file
-        raise CheckpointError(f"reorganization: expected the options of a fitted model, got {error!s:.200}") from None
-    return Summary(record.changes, _order(model, record), notes)
+    found = record(model)
+    notes = tuple(_notes(found.options)) if isinstance(found.options, CompressedOptions) else ()
+    return Summary(found.changes, _order(model, found), notes)
 
 
-def _order(model: nn.Module, record: Reorganization) -> str:
+def _order(model: nn.Module, found: Record) -> str:
     operators = [m for m in model.modules() if isinstance(m, (BlockLinear, BlockConv, BlockChain, BlockFeedForward))]
     if not operators:
         return ""
     moved = sum(name.rpartition(".")[2] in _MOVING for module in operators for name, _ in module.named_buffers())
-    text = f"orders of neurons: {len(record.folds)} folded into the weights, {moved} moved at run time"
-    reason = record.options.get("not_folded")
-    return f"{text} (not folded: {reason})" if reason else text
+    text = f"orders of neurons: {len(found.folds)} folded into the weights, {moved} moved at run time"
+    return f"{text} (not folded: {found.not_folded})" if found.not_folded else text
 
 
-def _notes(record: Reorganization) -> Iterator[str]:
-    """Sentences on a fitted model, from its options."""
-    options: dict[str, Any] = {name: value for name, value in record.options.items() if value is not None}
-    error = options.get("held_out_error", float("nan"))
-    asked = f"{options['blocks']} blocks" if "blocks" in options else f"a budget of {options.get('budget', 1):.0%}"
-    asked += _OBJECTIVES.get(options.get("objective", "macs"), "")
-    yield f"fitted to {asked}: error of the outputs {error:.2%} of their variance, on samples not fitted on"
-    if fragile := options.get("fragile"):
-        shown = ", ".join(f"{name or '(model)'} ({damage:.2g})" for name, damage in [*fragile.items()][:_SHOWN_FRAGILE])
-        more = f" and {len(fragile) - _SHOWN_FRAGILE} more" if len(fragile) > _SHOWN_FRAGILE else ""
+def _notes(options: CompressedOptions) -> Iterator[str]:
+    """Sentences on a compressed model."""
+    asked = f"a budget of {options.budget:.0%}" if options.budget is not None else f"{options.blocks} blocks"
+    asked += _OBJECTIVES.get(options.objective, "")
+    error = f"error of the outputs {options.held_out_error:.2%} of their variance, on samples not fitted on"
+    yield f"fitted to {asked}: {error}"
+    if sensitive := options.sensitive:
+        worst = [*sensitive.items()][:_SHOWN_SENSITIVE]
+        shown = ", ".join(f"{name or '(model)'} ({own:.2g})" for name, own in worst)
+        more = f" and {len(sensitive) - _SHOWN_SENSITIVE} more" if len(sensitive) > _SHOWN_SENSITIVE else ""
         yield f"kept dense, with the error that cutting them by half would cause: {shown}{more}"
-    if reason := options.get("neurons_kept"):
-        yield f"no hidden neurons were taken out: {reason}"
-    if polish := options.get("polish"):
-        yield f"polished for {polish['steps']} steps: error {polish['before']:.2%} → {polish['after']:.2%}"
-    if guarantee := options.get("guarantee"):
-        yield str(guarantee["text"])
+    if options.neurons_kept:
+        yield f"no hidden neurons were taken out: {options.neurons_kept}"
+    if polish := options.polish:
+        yield f"polished for {polish.steps} steps: error {polish.before:.2%} → {polish.after:.2%}"
+    if options.guarantee:
+        yield str(options.guarantee)
 
 
 def _end(text: str, width: int) -> str:

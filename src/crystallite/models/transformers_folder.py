@@ -1,35 +1,45 @@
 """Reorganized transformers models through `save_pretrained` and `from_pretrained`.
 
 What layers became stands in `config.quantization_config`, where transformers looks for modules to swap before it loads
-weights; index tables are buffers among the weights. transformers must know who swaps them: `register_reader` tells it
-now if it is loaded, and otherwise as soon as it is. Nothing here loads it.
+weights; index tables are buffers among the weights. transformers must know who swaps them: `import crystallite` tells
+it, see `transformers_hook.py`.
+
+Where crystallite was not imported, transformers skips a `quantization_config` that it does not know: it warns ("Unknown
+quantization type, got crystallite … Hence, we will skip the quantization") and fills layers without weights with random
+numbers, or fails where sizes differ. What `save` writes must not be opened so. Its config therefore names a file of
+weights that does not exist, with what to do as its name, on which transformers fails at once; our reader takes the name
+out. `save_pretrained` alone drops that key from every config: there transformers' warning is all there is.
 """
 
 from __future__ import annotations
 
 import copy
+import importlib
+import json
 import math
+import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
-from types import ModuleType
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from crystallite.core.errors import CheckpointError
+from crystallite.core.errors import CheckpointError, InvalidOption
 from crystallite.models.description import build, check_indices, describe, describe_parts
-from crystallite.models.record import Reorganization
+from crystallite.models.manifest import CONFIG, METHOD
+from crystallite.models.record import ExactOptions, Record, find_record, set_record_
 from crystallite.models.swap import put_
 from crystallite.weights.checkpoint import open_checkpoint
 
-__all__ = ["register_reader", "write_config"]
+__all__ = ["described_in_config", "open_pretrained", "register_with", "write_config", "write_pretrained"]
 
-_METHOD = "crystallite"
-_VERSION = 2
-_READERS = "transformers.quantizers.auto"  # keeps the list of who swaps modules
+_VERSION = 3
+_NO_FILE = "import crystallite before you open this folder.safetensors"
+_SHOWN = 5  # names of tensors in an error
+_OLD_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.h5",
+                "*.msgpack", "*.onnx", "*.ot", "*.gguf")  # fmt: skip
 
 
 def write_config(model: nn.Module, original: nn.Module | None = None) -> None:
@@ -46,50 +56,97 @@ def write_config(model: nn.Module, original: nn.Module | None = None) -> None:
         modules = {name: d for name, d in describe_parts(part).items() if not _holds(made, name, d)}
         if modules:
             part.config.quantization_config = {
-                "quant_method": _METHOD,
+                "quant_method": METHOD,
                 "version": _VERSION,
                 "modules": modules,
                 "frozen": [name for name, value in part.named_parameters() if not value.requires_grad],
-                "reorganization": getattr(model, "reorganization", Reorganization([])).to_plain(),
+                "record": (find_record(model) or Record(ExactOptions())).to_plain(),
             }
         elif _is_ours(getattr(part.config, "quantization_config", None)):
             del part.config.quantization_config
 
 
-def register_reader() -> None:
-    """Make `from_pretrained` understand what `write_config` wrote, in whatever order packages are imported."""
-    if _READERS in sys.modules:
-        _register(sys.modules[_READERS])
-    elif not any(isinstance(finder, _WhenLoaded) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _WhenLoaded())
+def described_in_config(model: nn.Module) -> dict[str, Any] | None:
+    """The modules that the config of a transformers model describes; None if its class is not in transformers.
+
+    >>> described_in_config(nn.Linear(2, 2))
+    """
+    library = sys.modules.get("transformers")
+    pretrained: Any = next(_pretrained(model), None)
+    if pretrained is not model or getattr(library, type(model).__name__, None) is not type(model):
+        return None
+    if not _is_ours(getattr(pretrained.config, "quantization_config", None)):
+        write_config(model)
+    found: Any = getattr(pretrained.config, "quantization_config", None)
+    return dict(found["modules"]) if _is_ours(found) else {}
 
 
-class _WhenLoaded(MetaPathFinder, Loader):
-    """Finds the module with the list of readers where the others find it, and adds ours when it has been loaded."""
+def write_pretrained(model: Any, folder: Path, files: Path | None) -> None:
+    """A transformers model in a folder as `from_pretrained` reads it; files: the folder with its tokenizer."""
+    if files is not None:
 
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if fullname != _READERS:
-            return None
-        found = (other.find_spec(fullname, path, target) for other in sys.meta_path if other is not self)
-        spec = next(filter(None, found), None)
-        if spec is not None and spec.loader is not None:
-            self._loader, spec.loader = spec.loader, self
-        return spec
+        def ignored(place: str, names: list[str]) -> set[str]:
+            """Weights of the old model; a folder inside it may hold those of another part, which stays what it is."""
+            patterns = _OLD_WEIGHTS if Path(place) == files else ("*.onnx", "*.gguf")
+            return shutil.ignore_patterns(*patterns)(place, names)
 
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        if module.__spec__ is not None:
-            module.__spec__.loader = module.__loader__ = self._loader
-        self._loader.exec_module(module)
-        _register(module)
+        shutil.copytree(files, folder, ignore=ignored, dirs_exist_ok=True)
+    model.save_pretrained(folder)
+    config = json.loads((folder / CONFIG).read_text())
+    if _is_ours(config.get("quantization_config")):
+        (folder / CONFIG).write_text(json.dumps(config | {"transformers_weights": _NO_FILE}, indent=2) + "\n")
 
 
-def _register(readers: Any) -> None:
-    if _METHOD in readers.AUTO_QUANTIZER_MAPPING:
+def open_pretrained(folder: Path, into: nn.Module | None = None) -> nn.Module:
+    """The model of a transformers folder, as the class that its config names, with all of its weights and no others.
+
+    into: an instance of that class, where it is not one of transformers' own.
+    """
+    try:
+        library = importlib.import_module("transformers")
+    except ImportError:
+        raise InvalidOption(f"{folder}: a transformers model; install transformers to open it") from None
+    if not sys.stderr.isatty():
+        library.utils.logging.disable_progress_bar()
+    try:
+        config = library.AutoConfig.from_pretrained(folder, local_files_only=True)
+        names = config.architectures or ["AutoModel"]
+        own = into is not None and type(into).__name__ == names[0]
+        cls: Any = type(into) if own else getattr(library, names[0], None)
+        if cls is None:
+            raise CheckpointError(
+                f"{folder}: a {names[0]:.80}, which transformers {library.__version__} does not have; open it with "
+                "code of your own, or pass into= an instance of it"
+            )
+        asked = {"output_loading_info": True, "ignore_mismatched_sizes": True}  # they are named below
+        model, info = cls.from_pretrained(folder, local_files_only=True, **asked)
+    except (ValueError, RuntimeError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{folder}: transformers cannot open it: {error}") from None
+    wrong = {
+        what: sorted(_named(key) for key in info[f"{what}_keys"]) for what in ("missing", "unexpected", "mismatched")
+    }
+    if any(wrong.values()):
+        raise CheckpointError(
+            f"{folder}: expected the weights of a {cls.__name__}, as its config says, got "
+            + "; ".join(f"{what} {_some(keys)}" for what, keys in wrong.items() if keys)
+        )
+    opened: nn.Module = model
+    return opened
+
+
+def _named(key: Any) -> str:
+    """A tensor's name, with its sizes in the file and in the model where they differ."""
+    return key if isinstance(key, str) else f"{key[0]} {tuple(key[1])} for {tuple(key[2])}"
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
+
+
+def register_with(readers: Any) -> None:
+    """Add the reader of our configs to `transformers.quantizers.auto`, once."""
+    if METHOD in readers.AUTO_QUANTIZER_MAPPING:
         return
     from transformers.quantizers.base import HfQuantizer
     from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -98,18 +155,26 @@ def _register(readers: Any) -> None:
         """What `write_config` wrote, as transformers hands it on."""
 
         def __init__(
-            self, modules: Any = None, frozen: Any = None, reorganization: Any = None, version: Any = None, **_: Any
+            self, modules: Any = None, frozen: Any = None, record: Any = None, version: Any = None, **_: Any
         ) -> None:
             if version != _VERSION or not isinstance(modules, dict) or not isinstance(frozen, list):
                 came = f"version {version!r:.80} with {modules!r:.80} and {frozen!r:.80}"
                 raise CheckpointError(
                     f"quantization_config: expected modules and frozen parameters in version {_VERSION}, got {came}"
                 )
-            vars(self).update(quant_method=_METHOD, version=version, modules=modules, frozen=frozen)
-            vars(self).update(reorganization=reorganization)
+            vars(self).update(quant_method=METHOD, version=version, modules=modules, frozen=frozen)
+            vars(self).update(record=record)
 
     class BlockReader(HfQuantizer):  # type: ignore[misc, unused-ignore]
         """Puts blocks in the place of layers before weights are loaded, and checks what was loaded into them."""
+
+        def update_attn_implementation(self, config: Any) -> Any:
+            """The one call that sees the config before weights are looked for: they lie where they always do."""
+            if getattr(config, "transformers_weights", None) == _NO_FILE:
+                del config.transformers_weights
+            return config
+
+        update_tp_plan = update_attn_implementation  # the call that sees it in other versions of transformers
 
         def _process_model_before_weight_loading(self, model: Any, checkpoint_files: Any = None, **_: Any) -> Any:
             self.config = self.quantization_config.to_dict()
@@ -118,7 +183,7 @@ def _register(readers: Any) -> None:
 
         def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
             _check_loaded(model, self.expected)
-            model.reorganization = Reorganization.from_plain(self.config["reorganization"], "quantization_config")
+            set_record_(model, Record.from_plain(self.config["record"], "quantization_config"))
             named = dict(model.named_parameters())
             for name in self.config["frozen"]:
                 for spelled in set(_spellings(model, str(name))) & named.keys():
@@ -136,8 +201,8 @@ def _register(readers: Any) -> None:
         def is_trainable(self) -> bool:
             return True
 
-    readers.register_quantization_config(_METHOD)(BlockConfig)
-    readers.register_quantizer(_METHOD)(BlockReader)
+    readers.register_quantization_config(METHOD)(BlockConfig)
+    readers.register_quantizer(METHOD)(BlockReader)
 
 
 def _put_blocks(model: Any, modules: dict[str, Any], files: Sequence[str] | None) -> dict[str, torch.Size]:
@@ -155,23 +220,24 @@ def _put_blocks(model: Any, modules: dict[str, Any], files: Sequence[str] | None
         put_(model, place, built)
         expected |= {f"{place}.{key}": value.shape for key, value in built.state_dict().items()}
     if files is not None:  # what is not in the files is allocated
-        stored = sum(math.prod(info.shape) for file in files for info in open_checkpoint(file).tensors.values())
-        described = sum(shape.numel() for shape in expected.values())
-        if described > stored:
-            raise CheckpointError(f"{source}: expected modules of up to {stored} numbers, as stored, got {described}")
+        stored = {name: info.shape for file in files for name, info in open_checkpoint(file).tensors.items()}
+        numbers, described = (sum(map(math.prod, shapes.values())) for shapes in (stored, expected))
+        if described > numbers:
+            raise CheckpointError(f"{source}: expected modules of up to {numbers} numbers, as stored, got {described}")
+        for name, shape in expected.items():
+            found = next((stored[spelled] for spelled in _spellings(model, name) if spelled in stored), shape)
+            if found != shape:
+                raise CheckpointError(f"{source}: tensor {name!r:.80}: expected {tuple(shape)}, got {tuple(found)}")
     return expected
 
 
 def _check_loaded(model: Any, expected: Mapping[str, torch.Size]) -> None:
-    """transformers compares no shapes of modules that were swapped, and fills what is missing with anything."""
+    """transformers fills what is missing with anything."""
     source = model.config.name_or_path
     state: dict[str, Tensor] = model.state_dict(keep_vars=True)
-    for name, shape in expected.items():
-        value = state[name]
-        if not getattr(value, "_is_hf_initialized", False):  # transformers marks what it has loaded
+    for name in expected:
+        if not getattr(state[name], "_is_hf_initialized", False):  # transformers marks what it has loaded
             raise CheckpointError(f"{source}: expected a tensor {name!r:.80}, found none")
-        if value.shape != shape:
-            raise CheckpointError(f"{source}: tensor {name!r:.80}: expected {tuple(shape)}, got {tuple(value.shape)}")
     check_indices(model, source)
 
 
@@ -217,4 +283,4 @@ def _holds(model: nn.Module, name: str, description: dict[str, Any]) -> bool:
 
 
 def _is_ours(config: Any) -> bool:
-    return isinstance(config, dict) and config.get("quant_method") == _METHOD
+    return isinstance(config, dict) and config.get("quant_method") == METHOD

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import nn
 
 from crystallite.graph.sequential_calls import whole_by_definition
 from crystallite.models.layers import change, find_units
-from crystallite.models.record import Reorganization
+from crystallite.models.record import ExactOptions, OperatorRecord, Record, record, set_record_
 from crystallite.models.swap import replace_
 from crystallite.operators.chain import BlockChain
 from crystallite.reorganization.rewrite import reorganize
@@ -58,19 +59,20 @@ def in_blocks(model: nn.Module, layers: Sequence[str], example: Any) -> nn.Modul
     for run in _whole_runs(result, layers):
         chain: Any = BlockChain.from_dense(run.layers, run.activations)
         for name, layer in zip(run.names, chain.layers, strict=True):
-            became = f"{layer.n_blocks} blocks in a chain of {chain.n_subnetworks} subnetworks"
+            operator, share = (
+                OperatorRecord("chain", layer.n_blocks, subnetworks=chain.n_subnetworks),
+                units[name].kept_share,
+            )
             size = sum(p.numel() for p in layer.parameters())
-            changes[name] = change(units[name], became, layer.macs, size, units[name].kept_share, layer.n_blocks)
+            changes[name] = change(units[name], operator, macs=layer.macs, parameters=size, share=share)
         prefix = f"{run.parent}." if run.parent else ""
         for place in run.places:
             result = replace_(result, prefix + place, chain if place == run.places[0] else nn.Identity())
-    record = Reorganization([])
+    found = Record(ExactOptions())
     left = [name for name in layers if name not in changes]
     if left:
-        made: Any = reorganize(result, level=None, targets=left, example=example, only_if_faster=False)
-        result, record = made, made.reorganization
-    changes |= {each.name: each for each in record.changes}
-    result.reorganization = Reorganization(  # type: ignore[assignment]
-        [changes[name] for name in layers], record.folds, {"level": None, **record.options}
-    )
+        result = reorganize(result, level=None, targets=left, example=example, only_if_faster=False)
+        found = record(result)
+    changes |= {each.name: each for each in found.changes}
+    set_record_(result, replace(found, changes=tuple(changes[name] for name in layers)))
     return result

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from crystallite.core.errors import InvalidOption
 from crystallite.models.layers import set_trained_, trained
-from crystallite.models.record import Reorganization
+from crystallite.models.record import record
 from crystallite.models.swap import put_, replace_
 from crystallite.models.transformers_folder import write_config
 from crystallite.operators.chain import BlockChain
@@ -62,8 +62,7 @@ def restore(model: nn.Module) -> nn.Module:
     >>> all(torch.equal(again.state_dict()[name], value) for name, value in model.state_dict().items())
     True
     """
-    record = getattr(model, "reorganization", None)
-    if isinstance(record, Reorganization) and record.fitted:
+    if record(model).method == "compressed":
         raise InvalidOption(
             "this model was compressed: its dense weights are gone, nothing can restore them; keep the original"
         )
@@ -75,24 +74,21 @@ def dense_form(model: nn.Module) -> nn.Module:
 
     What such a model computes stays what it is, layer by layer and with all neurons in the order of the original.
     """
-    record = getattr(model, "reorganization", None)
-    if not isinstance(record, Reorganization):
-        raise InvalidOption("this model was not made by reorganize; pass its result")
-    result = copy.deepcopy(model)
+    found, result = record(model), copy.deepcopy(model)
     del result.reorganization
     operators = [
         (name, module)
         for name, module in result.named_modules()
         if isinstance(module, (BlockLinear, BlockConv, BlockRecurrent, BlockChain, BlockFeedForward))
     ]
-    kinds = {change.name: change.kind for change in record.changes}
+    kinds = {change.name: change.kind for change in found.changes}
     done: list[str] = []
     for name, operator in operators:
         if any(not outer or name.startswith(f"{outer}.") for outer in done):
             continue  # a part of an operator that is dense now
         done.append(name)
         prefix = f"{name}." if name else ""
-        roles = {c.name.removeprefix(prefix): c.role for c in record.changes if c.role and c.name.startswith(prefix)}
+        roles = {c.name.removeprefix(prefix): c.role for c in found.changes if c.role and c.name.startswith(prefix)}
         if isinstance(operator, BlockFeedForward) and roles:
             result = replace_(result, name, _feed_forward(operator, roles))
         elif isinstance(operator, (BlockChain, BlockFeedForward)):
@@ -103,7 +99,7 @@ def dense_form(model: nn.Module) -> nn.Module:
                 result = replace_(result, name, _conv1d(dense))
             else:
                 result = replace_(result, name, dense)
-    unfold_(result, record.folds)
+    unfold_(result, found.folds)
     write_config(result)
     return result
 

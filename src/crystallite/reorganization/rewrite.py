@@ -14,8 +14,8 @@ from crystallite.core.errors import InvalidMatrix, InvalidOption
 from crystallite.graph.feed_forward import recognise_feed_forward
 from crystallite.graph.sequential_calls import whole_by_definition
 from crystallite.graph.trace import Spaces, Untraceable, trace
-from crystallite.models.layers import Unit, change, find_units, has_hooks, trained
-from crystallite.models.record import Fold, LayerChange, Reorganization
+from crystallite.models.layers import Unit, change, find_units, has_hooks, left_alone, trained
+from crystallite.models.record import ExactOptions, Fold, LayerChange, OperatorKind, OperatorRecord, Record, set_record_
 from crystallite.models.swap import replace_
 from crystallite.models.transformers_folder import write_config
 from crystallite.operators.chain import BlockChain
@@ -29,10 +29,10 @@ from crystallite.structure.bipartite import BipartiteStructure
 
 __all__ = ["reorganize"]
 
-_FEED_FORWARD = {
-    "pair": "feed-forward pair, {blocks}",
-    "layers": "feed-forward layers, {blocks}",
-    "channels": "feed-forward channel by channel, {blocks}",
+_FEED_FORWARD: dict[str, OperatorKind] = {
+    "pair": "feed-forward pair",
+    "layers": "feed-forward layers",
+    "channels": "feed-forward channels",
 }
 
 
@@ -117,12 +117,10 @@ def reorganize(
             structures |= {name: _now(usable[name]) for name in structures if f"{name}.weight" in moved}
     rewrite = _Rewrite(result, usable, structures, cost_model, whole)
     rewrite.run()
-    rewrite.changes |= {name: _left_alone(unit) for name, unit in units.items() if unit.reason}
-    options = {"level": level, "null": str(null), "correction": correction, "random_walk": random_walk, "rule": rule}
-    if fold and faster and reason:
-        options["not_folded"] = reason
-    record = Reorganization([rewrite.changes[name] for name in units], folds, options)
-    rewrite.model.reorganization = record  # type: ignore[assignment]
+    rewrite.changes |= {name: left_alone(unit) for name, unit in units.items() if unit.reason}
+    options = ExactOptions(level, str(null), correction, random_walk, rule)
+    changes = tuple(rewrite.changes[name] for name in units)
+    set_record_(rewrite.model, Record(options, changes, tuple(folds), reason if fold and faster else ""))
     write_config(rewrite.model, model)
     return rewrite.model
 
@@ -241,42 +239,35 @@ class _Rewrite:
         units = [self.units[name] for name in names]
         macs = _shared(pair.macs, [unit.macs for unit in units])
         parameters = _shared(_size(pair), [_size(unit.module) for unit in units])
-        became = _FEED_FORWARD[pair.form].format(blocks=_blocks(pair.n_blocks))
+        operator = OperatorRecord(_FEED_FORWARD[pair.form], pair.n_blocks)
         for unit, own_macs, own_parameters in zip(units, macs, parameters, strict=True):
             role, share = roles.get(unit.name, ""), self.shares[unit.name]
-            self.changes[unit.name] = change(unit, became, own_macs, own_parameters, share, pair.n_blocks, role)
+            self.changes[unit.name] = change(
+                unit, operator, macs=own_macs, parameters=own_parameters, share=share, role=role
+            )
 
     def _record_chain(self, names: Sequence[str], found: BlockChain) -> None:
-        apart = f"chain of {found.n_subnetworks} subnetworks" if found.n_subnetworks > 1 else "chain"
         layers: Any = found.layers
         for name, layer in zip(names, layers, strict=True):
-            became = f"{_blocks(layer.n_blocks)} in a {apart}"
-            share = self.shares[name]
-            self.changes[name] = change(self.units[name], became, layer.macs, _size(layer), share, layer.n_blocks)
+            operator = OperatorRecord("chain", layer.n_blocks, subnetworks=found.n_subnetworks)
+            self._record(self.units[name], operator, layer)
+
+    def _record(self, unit: Unit, operator: OperatorRecord, module: Any) -> None:
+        macs = unit.macs if module is unit.module else module.macs
+        share = self.shares[unit.name]
+        self.changes[unit.name] = change(unit, operator, macs=macs, parameters=_size(module), share=share)
 
     def _single(self, unit: Unit) -> None:
-        structure, share = self.structures.get(unit.name), self.shares[unit.name]
+        structure = self.structures.get(unit.name)
         operator: Any = block_operator(unit, structure, self.cost_model)
         if operator is None:
             blocks = 1 if structure is None else structure.n_blocks
             why = "one block" if blocks == 1 and structure is not None else "blocks would not pay"
-            self.changes[unit.name] = change(
-                unit, f"dense, annealed: {why}", unit.macs, _size(unit.module), share, blocks
-            )
+            self._record(unit, OperatorRecord("dense", blocks, reason=f"annealed: {why}"), unit.module)
             return
         self._replace(unit.name, operator, [unit.name])
-        became = _blocks(operator.n_blocks)
-        if isinstance(operator, BlockRecurrent):
-            became = f"{operator.n_sccs} SCCs in {became}"
-        self.changes[unit.name] = change(unit, became, operator.macs, _size(operator), share, operator.n_blocks)
-
-
-def _left_alone(unit: Unit) -> LayerChange:
-    return change(unit, unit.reason, unit.macs, _size(unit.module), unit.kept_share, 1)
-
-
-def _blocks(count: int) -> str:
-    return f"{count} block{'s' * (count != 1)}" if count else "dormant: only the bias is left"
+        sccs = operator.n_sccs if isinstance(operator, BlockRecurrent) else 0
+        self._record(unit, OperatorRecord("blocks", operator.n_blocks, sccs=sccs), operator)
 
 
 def _size(module: nn.Module) -> int:

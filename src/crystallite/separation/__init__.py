@@ -26,12 +26,11 @@ from crystallite.partitioning.partition import Partition, decorrelated_partition
 from crystallite.separation.lora import lora_for_blocks
 from crystallite.separation.transfer import to_blocks, to_dense, transfer_optimizer
 from crystallite.separation.update import mask_gradients, redistribute, updated
-from crystallite.separation.upgrade import Upgrading, upgrade
+from crystallite.separation.upgrade import upgrade
 
 __all__ = [
     "Chain",
     "Partition",
-    "Upgrading",
     "cluster_partition",
     "decorrelated_partition",
     "find_chains",

@@ -14,6 +14,7 @@ from tqdm import tqdm
 from crystallite.core.errors import InvalidOption
 from crystallite.data.batch import Batch, batches
 from crystallite.graph.chains import Chain
+from crystallite.models.record import Epoch
 from crystallite.partitioning.weights import owner, weight_of
 from crystallite.separation.readouts import Readouts
 from crystallite.separation.straight_through import Gate
@@ -22,21 +23,10 @@ from crystallite.statistics.output_error import relative_error
 from crystallite.statistics.trainer import Trainer
 from crystallite.statistics.watching import watching
 
-__all__ = ["Epoch", "Schedule", "ends_of", "train_"]
+__all__ = ["Schedule", "ends_of", "train_"]
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 Metric = Callable[[nn.Module], float]
-
-
-@dataclass(frozen=True)
-class Epoch:
-    """What one epoch came to."""
-
-    epoch: int
-    loss: float  # mean over its batches, without what blocks alone lose
-    metric: float | None
-    threshold: float  # at its end, as a share of the final one
-    acting: float  # share of the weights inside blocks that reach it
 
 
 @dataclass(frozen=True)

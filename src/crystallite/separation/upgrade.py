@@ -6,7 +6,7 @@ import copy
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,8 @@ from crystallite.discovery.modules import Modules
 from crystallite.graph.chains import Chain, find_chains
 from crystallite.graph.neuron_groups import neuron_groups
 from crystallite.graph.trace import trace
-from crystallite.models.artifact import source_sha256
+from crystallite.models.manifest import source_sha256
+from crystallite.models.record import StorableNull, UpgradedOptions, record, set_record_
 from crystallite.partitioning.assignment import assign_by_explained_variance
 from crystallite.partitioning.input_clusters import cluster_partition
 from crystallite.partitioning.partition import Partition, decorrelated_partition, joint_components, random_partition
@@ -34,53 +35,14 @@ from crystallite.separation.readouts import readouts_for
 from crystallite.separation.refit import refit_
 from crystallite.separation.scale import balance_
 from crystallite.separation.straight_through import attach_, harden_
-from crystallite.separation.training import Epoch, Loss, Metric, Schedule, ends_of, train_
+from crystallite.separation.training import Loss, Metric, Schedule, ends_of, train_
 from crystallite.statistics.checkpoints import Checkpoints
 from crystallite.statistics.watching import layer_call
 
-__all__ = ["Upgrading", "upgrade"]
+__all__ = ["upgrade"]
 
 _ROWS = 4096  # of a batch, which say enough about how features vary together
 _SAMPLES = 8192  # rows that least squares reads, or four times the inputs of the widest block
-
-
-@dataclass(frozen=True)
-class Upgrading:
-    """How a model was upgraded, kept on it as `model.upgrading`."""
-
-    blocks: int  # of every chain, found by `decompose` in the annealed weights
-    partition: Partition
-    nulls: dict[str, nulls.Null]  # by parameter name: `anneal(w, null, level, rule="neyman")` keeps all nonzeros
-    level: float
-    thresholds: dict[str, float]  # by layer: what the null asks for at the level
-    schedule: Schedule
-    history: tuple[Epoch, ...]
-    balanced: tuple[str, ...]  # layers whose inputs were brought into balanced units first
-    strays: int  # weights of fragments beside the blocks that were set to zero at the end
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values."""
-        return {
-            "blocks": self.blocks,
-            "chains": [list(chain.layers) for chain in self.partition.chains],
-            "nulls": {name: null.name for name, null in self.nulls.items()},
-            "level": self.level,
-            "thresholds": self.thresholds,
-            "schedule": asdict(self.schedule),
-            "history": [asdict(epoch) for epoch in self.history],
-            "balanced": list(self.balanced),
-            "strays": self.strays,
-        }
-
-    def __repr__(self) -> str:
-        last = self.history[-1]
-        metric = "" if last.metric is None else f", metric {last.metric:.4g}"
-        chains = len(self.partition.chains)
-        return (
-            f"Upgrading({self.blocks} blocks in {chains} chain{'s' * (chains > 1)}, "
-            f"{len(self.history)} epochs: loss {self.history[0].loss:.4g} → {last.loss:.4g}{metric}, "
-            f"{last.acting:.0%} of the weights inside blocks act)"
-        )
 
 
 def upgrade(
@@ -108,7 +70,8 @@ def upgrade(
     Neurons are shared out to blocks, the blocks are fitted by least squares to what the dense layers compute, and the
     model is fine-tuned while weights have to pass a Neyman test whose threshold rises to the null's own. At the end
     `anneal(w, null, level, rule="neyman")` keeps exactly the nonzero weights of every layer and `decompose` finds
-    exactly k blocks, jointly through each chain of layers; both are checked. `result.upgrading` says how.
+    exactly k blocks, jointly through each chain of layers; both are checked. `cx.record(result).options`
+    says how (`UpgradedOptions`).
 
     - `blocks`: k, for blocks that are made; or `modules`: what `discover` found, for blocks along them.
     - `data`: batches that can be gone through again and again, as a `DataLoader`; (inputs, target) where there is a
@@ -142,7 +105,8 @@ def upgrade(
     >>> with torch.no_grad():  # as if trained: weights beyond what initialisation draws
     ...     _ = net[0].weight.mul_(4), net[2].weight.mul_(4)
     >>> small = upgrade(net, blocks=2, data=[x], epochs=40)
-    >>> small.upgrading.blocks, len(small.upgrading.history)
+    >>> options = record(small).options
+    >>> options.blocks, len(options.history)
     (2, 40)
     """
     made = partition if isinstance(partition, Partition) and blocks is None else None
@@ -208,10 +172,21 @@ def upgrade(
     strays = sum(_drop_strays_(student, *each) for each in zip(partition.chains, partition.labels, strict=True))
     _prove(student, partition, chosen, level)
     student.train(model.training)
-    record = Upgrading(blocks, partition, chosen, level, thresholds, schedule, tuple(history), tuple(balanced), strays)
-    small: Any = in_blocks(student, partition.modules, example)
-    small.reorganization.options["upgrade"] = record.to_json()
-    small.upgrading = record
+    small = in_blocks(student, partition.modules, example)
+    options = UpgradedOptions(
+        blocks,
+        tuple(chain.layers for chain in partition.chains),
+        tuple({group: tuple(own.tolist()) for group, own in labels.items()} for labels in partition.labels),
+        {name: found for name, found in chosen.items() if isinstance(found, StorableNull)},
+        level,
+        thresholds,
+        learning_rate,
+        weight,
+        tuple(history),
+        tuple(balanced),
+        strays,
+    )
+    set_record_(small, replace(record(small), options=options))
     return small
 
 

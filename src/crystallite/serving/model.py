@@ -16,7 +16,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from crystallite.core.errors import InvalidOption
-from crystallite.models.artifact import check_weights, load_mapped, read_manifest
+from crystallite.models.artifact import load_mapped
+from crystallite.models.manifest import check_weights, read_manifest
 from crystallite.reorganization.subnetworks import Subnetworks
 from crystallite.serving.batching import Batcher
 from crystallite.serving.engine import Engine

@@ -26,7 +26,8 @@ import torch
 from torch import Tensor, nn
 
 from crystallite.core.errors import CheckpointError, InvalidOption
-from crystallite.models.artifact import source_sha256, without_weights
+from crystallite.models.artifact import without_weights
+from crystallite.models.manifest import source_sha256
 from crystallite.serving.engine import Unreachable
 from crystallite.serving.limits import Limits
 from crystallite.serving.machine import Machine, measure_machine

@@ -14,7 +14,9 @@ from torch import Tensor, nn
 
 from crystallite.core.errors import InvalidOption
 from crystallite.data.batch import Batch, batches, check_repeatable, repeatable
-from crystallite.models.artifact import attach_verdict, load
+from crystallite.models.artifact import load
+from crystallite.models.manifest import attach_verdict, check_source
+from crystallite.models.record import CompressedOptions, ExactOptions, find_record
 from crystallite.validation.comparison import Comparison, RunningComparison
 from crystallite.validation.cost import count_macs, count_parameters, measure_latency
 from crystallite.validation.layers import LayerWatch, comparable
@@ -47,7 +49,7 @@ def validate(
     """A verdict on whether a reorganized model may take the place of the original, from both on the same inputs.
 
     - `reorganized`: a model, or the folder of a saved one: it is loaded, and the verdict is written into its manifest,
-      bound to the weights it was given on.
+      bound to the weights it was given on. The original must be the one it was made from, if the manifest says which.
     - `data`: an iterable of batches (a `DataLoader`, a list, a generator); a tensor, a dict or a tuple (inputs,
       target) alone is one batch.
       A batch is a tensor, a dict of keyword arguments (its "labels" are the target), or (inputs, target); several
@@ -74,7 +76,11 @@ def validate(
     """
     rules = Rules(max_drop, min_agreement, max_relative_deviation, quantile, confidence)
     measured = as_metric(metric)
-    model = reorganized if isinstance(reorganized, nn.Module) else load(reorganized, into=original).eval()
+    if isinstance(reorganized, nn.Module):
+        model = reorganized
+    else:
+        check_source(reorganized, original)  # before the work, not after it
+        model = load(reorganized, into=original).eval()
     data = repeatable(data) if levels is not None else data
     collected = _Both(original, model, measured, slices)
     dense = comparable(model) if layers else None
@@ -103,9 +109,10 @@ def validate(
 
 def _guarantee(model: nn.Module) -> str | None:
     """The sentence about it in the record of a model that was fitted to a tolerance."""
-    record: Any = getattr(model, "reorganization", None)
-    found = None if record is None else record.options.get("guarantee")
-    return None if found is None else str(found["text"])
+    found = find_record(model)
+    if found is None or not isinstance(found.options, CompressedOptions) or found.options.guarantee is None:
+        return None
+    return str(found.options.guarantee)
 
 
 class _Both:
@@ -172,13 +179,14 @@ def _slice_results(
 
 
 def _sweep_like(
-    original: nn.Module, reorganized: Any, data: Any, metric: Metric | None, levels: Any, rules: Rules
+    original: nn.Module, reorganized: nn.Module, data: Any, metric: Metric | None, levels: Any, rules: Rules
 ) -> Sweep:
     """A sweep with the options that the model was reorganized with, where it says them."""
-    record = getattr(reorganized, "reorganization", None)
-    options = dict(record.options) if record is not None else {}
-    if options.get("null", "auto") not in ("auto", "init", "empirical"):
-        raise InvalidOption(f"the model was annealed against {options['null']}: call sweep(…, null=…) with it instead")
-    known = {name: options[name] for name in ("null", "rule", "random_walk", "correction") if name in options}
-    known |= {"targets": [change.name for change in record.changes]} if record is not None else {}
+    found, known = find_record(reorganized), dict[str, Any]()
+    if found is not None:
+        known["targets"] = [change.name for change in found.changes]
+        if isinstance(found.options, ExactOptions):
+            known |= {name: value for name, value in asdict(found.options).items() if name != "level"}
+    if known.get("null", "auto") not in ("auto", "init", "empirical"):
+        raise InvalidOption(f"the model was annealed against {known['null']}: call sweep(…, null=…) with it instead")
     return sweep(original, data, None if levels == "default" else levels, metric=metric, **asdict(rules), **known)

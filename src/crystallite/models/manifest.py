@@ -1,0 +1,182 @@
+"""The manifest of a saved model: what an artifact and a transformers folder of ours carry alike.
+
+`manifest.json` names the format, what the modules are, how they came about (the record), which parameters are frozen,
+the hashes of the weights and of the model they were made from, and holds the verdict of a validation. A transformers
+folder has the same file beside its `config.json`, rather than more keys in the config, because a verdict comes later
+than the weights and `from_pretrained` must go on reading configs that it understands. Where a reorganized model was
+written by `save_pretrained` alone, its config says enough for a manifest without a source and without a verdict.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from crystallite.core.errors import CheckpointError, InvalidOption
+from crystallite.weights.checkpoint import open_checkpoint
+from crystallite.weights.stored import SourceFile, load_json
+
+__all__ = [
+    "MANIFEST", "METHOD", "VERSION", "attach_verdict", "check_source", "check_weights", "is_saved", "read_manifest",
+    "source_sha256", "weights_of", "weights_sha256", "write_manifest",
+]  # fmt: skip
+
+VERSION = 4
+METHOD = "crystallite"  # in a manifest, and in the config of a transformers model
+MANIFEST, CONFIG, WEIGHTS = "manifest.json", "config.json", "model.safetensors"
+_INDEX = f"{WEIGHTS}.index.json"
+_FIELDS: dict[str, type | tuple[type, ...]] = {
+    "weights_sha256": str,
+    "source_sha256": (str, type(None)),
+    "modules": dict,
+    "training": bool,
+    "tied": dict,
+    "frozen": list,
+    "record": dict,
+    "verdict": (dict, type(None)),
+    "metadata": dict,
+}
+
+
+def read_manifest(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """What `save` wrote about a model, checked to be complete. The weights are not read where there is a manifest.
+
+    >>> read_manifest("nowhere")
+    Traceback (most recent call last):
+    crystallite.core.errors.CheckpointError: nowhere: expected a folder that crystallite saved, found no manifest.json
+    """
+    folder = Path(path)
+    file = folder / MANIFEST
+    if file.is_file():
+        manifest = _read_json(file, "manifest")
+    elif (config := _our_config(folder)) is not None:
+        manifest = {
+            "format": METHOD, "version": VERSION, "weights_sha256": weights_sha256(folder), "source_sha256": None,
+            "training": False, "tied": {}, "verdict": None, "metadata": {},
+        } | {name: config.get(name) for name in ("modules", "frozen", "record")}  # fmt: skip
+    else:
+        raise CheckpointError(f"{path}: expected a folder that crystallite saved, found no {MANIFEST}")
+    made_by, version = manifest.get("format"), manifest.get("version")
+    if made_by != METHOD or version != VERSION:
+        raise CheckpointError(f"{file}: expected format crystallite {VERSION}, got {made_by!r:.80} {version!r:.80}")
+    for name, kind in _FIELDS.items():
+        if name not in manifest or not isinstance(manifest[name], kind):
+            raise CheckpointError(f"{file}: expected {name!r} in the manifest, got {manifest.get(name)!r:.80}")
+    verdict = manifest["verdict"]
+    if verdict is not None and verdict.get("weights_sha256") != manifest["weights_sha256"]:
+        raise CheckpointError(f"{file}: the verdict was given on other weights; validate the model again")
+    return manifest
+
+
+def is_saved(path: str | os.PathLike[str]) -> bool:
+    """Whether a folder holds a reorganized model that `save`, or `save_pretrained` of such a model, wrote."""
+    return (Path(path) / MANIFEST).is_file() or _our_config(Path(path)) is not None
+
+
+def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
+    """Write or replace the manifest of a folder, at once or not at all."""
+    try:
+        text = json.dumps(manifest, indent=1)
+    except (TypeError, ValueError) as error:
+        raise InvalidOption(f"options, metadata and verdicts must be plain JSON values: {error}") from None
+    unfinished = folder / f".{MANIFEST}.{uuid.uuid4().hex}"
+    try:
+        unfinished.write_text(text + "\n")
+        unfinished.replace(folder / MANIFEST)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def attach_verdict(path: str | os.PathLike[str], verdict: dict[str, Any]) -> None:
+    """Write a validation's verdict into a saved model's manifest, bound to the weights as they lie there.
+
+    `verdict` holds plain JSON values. An earlier verdict is replaced; the manifest changes at once or not at all.
+    """
+    folder = Path(path)
+    manifest = read_manifest(folder)
+    found = check_weights(folder)
+    write_manifest(folder, manifest | {"verdict": verdict | {"weights_sha256": found}})
+
+
+def check_weights(path: str | os.PathLike[str]) -> str:
+    """The hash of a saved model's weights, compared with the one that the manifest names."""
+    folder = Path(path)
+    named, found = read_manifest(folder)["weights_sha256"], weights_sha256(folder)
+    if found != named:
+        raise CheckpointError(f"{weights_of(folder)}: its contents are not those the manifest was written for")
+    return found
+
+
+def check_source(path: str | os.PathLike[str], original: nn.Module) -> None:
+    """Refuse an original that a saved model was not made from, as far as its manifest says what that was."""
+    named = read_manifest(path)["source_sha256"]
+    if named is not None and (found := source_sha256(original)) != named:
+        raise InvalidOption(
+            f"{path}: made from a model with the hash {named:.12}…, got an original with {found:.12}…; pass the one it "
+            "was made from. cx.load gives the model itself, to compare it with any other and keep no verdict"
+        )
+
+
+def weights_of(folder: Path) -> Path:
+    """The file of a saved model's weights, or the index of the files that transformers spread them over."""
+    index = folder / _INDEX
+    return index if index.is_file() and not (folder / WEIGHTS).is_file() else folder / WEIGHTS
+
+
+def weights_sha256(folder: Path) -> str:
+    """The hash of a saved model's weights: of the file, or of the hashes of several by sorted name."""
+    file = weights_of(folder)
+    if file.name == WEIGHTS:
+        return _sha256(file)
+    names = _read_json(file, "index").get("weight_map")
+    if not isinstance(names, dict) or not all(isinstance(n, str) and Path(n).name == n for n in names.values()):
+        raise CheckpointError(f"{file}: expected names of files beside it, got {names!r:.80}")
+    parts = ((name, _sha256(folder / name)) for name in sorted(set(names.values())))
+    return hashlib.sha256("".join(f"{name} {digest}\n" for name, digest in parts).encode()).hexdigest()
+
+
+def source_sha256(source: nn.Module | Mapping[str, Any] | str | os.PathLike[str]) -> str:
+    """A hash of a model's weights: names, dtypes, shapes and bytes, by sorted name, whatever file they lie in.
+
+    Of tensors that share their data the first counts.
+
+    >>> source_sha256({"a": torch.ones(2)}) == source_sha256({"a": torch.zeros(2)})
+    False
+    """
+    digest = hashlib.sha256()
+    with open_checkpoint(source) as checkpoint:
+        for name, info in sorted(checkpoint.tensors.items()):
+            if info.alias_of is None:
+                digest.update(json.dumps([name, info.dtype, info.shape]).encode())
+                values = torch.as_tensor(checkpoint.read(name))
+                numbers: Any = values.contiguous().reshape(-1).view(torch.uint8).numpy()
+                digest.update(numbers)
+    return digest.hexdigest()
+
+
+def _our_config(folder: Path) -> dict[str, Any] | None:
+    """What `write_config` put into the config of a transformers folder."""
+    if not (folder / CONFIG).is_file():
+        return None
+    found = _read_json(folder / CONFIG, "config").get("quantization_config")
+    return found if isinstance(found, dict) and found.get("quant_method") == METHOD else None
+
+
+def _read_json(file: Path, what: str) -> dict[str, Any]:
+    opened = SourceFile.at(file)
+    return load_json(file, opened.head(opened.size), what)
+
+
+def _sha256(file: Path) -> str:
+    if not file.is_file():
+        raise CheckpointError(f"{file}: missing")
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

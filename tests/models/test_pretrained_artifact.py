@@ -1,0 +1,225 @@
+"""transformers folders as artifacts: the head stays, the manifest is the same, and every verb takes them."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import crystallite as cx
+from crystallite.models.opening import open_model, write_model
+
+transformers = pytest.importorskip("transformers")
+
+SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 50}
+TOKENS = torch.arange(64).view(8, 8) % 50
+
+
+def build(name):
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig if name.startswith("Llama") else transformers.BertConfig
+    return getattr(transformers, name)(config(**SIZES, max_position_embeddings=20, num_labels=3)).eval()
+
+
+def planted(model):
+    """The model with four blocks in each feed-forward layer of its encoder."""
+    with torch.no_grad():
+        for layer in model.base_model.encoder.layer:
+            for dense in (layer.intermediate.dense, layer.output.dense):
+                row, column = (torch.randperm(n) % 4 for n in dense.weight.shape)
+                dense.weight.mul_(row[:, None] == column)
+    return model
+
+
+def output(model):
+    with torch.no_grad():
+        return model(TOKENS)[0]
+
+
+@pytest.fixture
+def made(tmp_path):
+    """A classifier in a folder with a tokenizer, its exact reorganization, and the folder of that."""
+    model = planted(build("BertForSequenceClassification"))
+    model.save_pretrained(tmp_path / "original")
+    (tmp_path / "original" / "vocab.txt").write_text("a\nb\n")
+    (tmp_path / "original" / "2_Dense").mkdir()
+    save_file({"weight": torch.ones(2)}, tmp_path / "original" / "2_Dense" / "model.safetensors")
+    small = cx.reorganize(model, level=None, only_if_faster=False)
+    write_model(small, tmp_path / "small", model, tmp_path / "original", {"level": None})
+    return model, small, tmp_path / "small"
+
+
+@pytest.mark.parametrize("name", ["BertModel", "BertForSequenceClassification", "BertForMaskedLM", "LlamaForCausalLM"])
+def test_a_folder_is_opened_as_the_class_it_names(tmp_path, name):
+    model = build(name)
+    model.save_pretrained(tmp_path / "a")
+    again = open_model(str(tmp_path / "a"), None)
+    assert type(again) is type(model)
+    assert torch.equal(output(again), output(model))
+
+
+def test_missing_and_unexpected_weights_are_named(tmp_path):
+    build("BertForSequenceClassification").save_pretrained(tmp_path / "a")
+    file = tmp_path / "a" / "model.safetensors"
+    state = load_file(file)
+    state["another.weight"] = state.pop("classifier.weight")
+    save_file(state, file, {"format": "pt"})
+    message = "weights of a BertForSequenceClassification.* missing classifier.weight; unexpected another.weight"
+    with pytest.raises(cx.CheckpointError, match=message):
+        open_model(str(tmp_path / "a"), None)
+
+
+def test_weights_of_another_size_are_refused(tmp_path):
+    build("BertModel").save_pretrained(tmp_path / "a")
+    config = json.loads((tmp_path / "a" / "config.json").read_text())
+    (tmp_path / "a" / "config.json").write_text(json.dumps(config | {"intermediate_size": 40}))
+    with pytest.raises(cx.CheckpointError, match=r"mismatched .*intermediate.dense.bias \(64,\) for \(40,\)"):
+        open_model(str(tmp_path / "a"), None)
+
+
+def test_a_class_that_transformers_does_not_have(tmp_path):
+    build("BertModel").save_pretrained(tmp_path / "a")
+    config = json.loads((tmp_path / "a" / "config.json").read_text())
+    (tmp_path / "a" / "config.json").write_text(json.dumps(config | {"architectures": ["OwnModel"]}))
+    with pytest.raises(cx.CheckpointError, match=r"OwnModel, which transformers .* does not have"):
+        open_model(str(tmp_path / "a"), None)
+
+
+def test_a_written_folder_carries_what_an_artifact_carries(made):
+    model, small, folder = made
+    manifest = cx.read_manifest(folder)
+    assert manifest["source_sha256"] == cx.source_sha256(model)
+    assert manifest["metadata"]["level"] is None
+    assert manifest["verdict"] is None
+    assert (folder / "vocab.txt").read_text() == "a\nb\n"
+    assert load_file(folder / "2_Dense" / "model.safetensors")["weight"].tolist() == [1, 1]
+    for again in (cx.load(folder), cx.load(folder, into=model), open_model(str(folder), None)):
+        assert type(again) is type(model)
+        assert torch.equal(output(again), output(small))
+        assert cx.record(again).changes == cx.record(small).changes
+    restored = cx.restore(cx.load(folder)).state_dict()
+    assert all(torch.equal(restored[name], value) for name, value in model.state_dict().items())
+    again = transformers.AutoModelForSequenceClassification.from_pretrained(folder)
+    assert torch.equal(output(again), output(small))
+
+
+def test_a_verdict_is_kept_and_bound_to_the_weights(made):
+    model, _, folder = made
+    assert cx.validate(model, folder, [TOKENS]).passed
+    manifest = cx.read_manifest(folder)
+    assert manifest["verdict"]["passed"]
+    assert manifest["verdict"]["weights_sha256"] == manifest["weights_sha256"]
+    cx.load(folder)
+    state = load_file(folder / "model.safetensors")
+    save_file(
+        {name: value + 0 for name, value in state.items() if name} | {"x": torch.ones(1)}, folder / "model.safetensors"
+    )
+    with pytest.raises(cx.CheckpointError, match="not those the manifest was written for"):
+        cx.load(folder)
+
+
+def test_a_verdict_on_another_original_is_refused(made):
+    model, small, folder = made
+    with torch.no_grad():
+        model.classifier.bias[0] += 1
+    named, came = cx.read_manifest(folder)["source_sha256"], cx.source_sha256(model)
+    with pytest.raises(cx.InvalidOption, match=f"hash {named[:12]}…, got an original with {came[:12]}…"):
+        cx.validate(model, folder, [TOKENS])
+    assert cx.read_manifest(folder)["verdict"] is None
+    assert cx.validate(model, small, [TOKENS]).samples == 8  # what is kept nowhere may be compared with anything
+
+
+def test_what_save_pretrained_wrote_alone_is_an_artifact_too(tmp_path):
+    model = planted(build("BertForSequenceClassification"))
+    small = cx.reorganize(model, level=None, only_if_faster=False)
+    small.save_pretrained(tmp_path / "a", max_shard_size="20KB")
+    assert len(list((tmp_path / "a").glob("*.safetensors"))) > 1
+    assert cx.read_manifest(tmp_path / "a")["source_sha256"] is None
+    assert torch.equal(output(cx.load(tmp_path / "a")), output(small))
+    cx.validate(model, tmp_path / "a", [TOKENS])
+    assert cx.read_manifest(tmp_path / "a")["verdict"]["passed"]
+    assert torch.equal(output(cx.load(tmp_path / "a")), output(small))
+    shard = min((tmp_path / "a").glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-1] + b"x")
+    with pytest.raises(cx.CheckpointError, match="not those the manifest was written for"):
+        cx.load(tmp_path / "a")
+
+
+def test_one_block_of_a_layer(made):
+    model, _, folder = made
+    name = "bert.encoder.layer.1.output.dense"
+    weight = torch.zeros_like(model.get_submodule(name).weight)
+    for block in (cx.load_block(folder, name, i) for i in range(4)):
+        weight[block.rows[:, None], block.columns] += block.weight
+    assert torch.equal(weight, model.get_submodule(name).weight)
+
+
+@pytest.mark.parametrize("name", ["BertForSequenceClassification", "LlamaForCausalLM"])
+def test_compressed_models_of_all_kinds_come_back(tmp_path, name):
+    model = build(name)
+    small = cx.compress(model, [{"input_ids": TOKENS}] * 8, budget=0.7)
+    cx.save(small, tmp_path / "a", source=model)
+    again = cx.load(tmp_path / "a")
+    assert type(again) is type(model)
+    assert torch.equal(output(again), output(small))
+    assert cx.record(again) == cx.record(small)
+    assert repr(cx.summary(again)) == repr(cx.summary(small))
+
+
+def test_a_model_loaded_into_another_is_saved_for_transformers(tmp_path):
+    """A class with code of its own is a plain artifact; what it holds of transformers must still say what it became."""
+
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.encoder = build("BertModel")
+
+        def forward(self, tokens):
+            return (self.encoder(tokens)[0].mean(1),)
+
+    model = Own().eval()
+    planted(model.encoder)
+    small = cx.reorganize(model, level=None, only_if_faster=False)
+    again = cx.load(cx.save(small, tmp_path / "a"), into=Own()).eval()
+    again.encoder.save_pretrained(tmp_path / "encoder")
+    opened = transformers.AutoModel.from_pretrained(tmp_path / "encoder")
+    assert type(opened.encoder.layer[0].output.dense) is cx.BlockLinear
+    assert torch.equal(output(opened), output(small.encoder))
+
+
+def test_without_crystallite_the_error_says_what_is_missing(made):
+    code = "import sys; from transformers import AutoModel; AutoModel.from_pretrained(sys.argv[1])"
+    done = subprocess.run([sys.executable, "-c", code, str(made[2])], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "import crystallite before you open this folder" in done.stderr.splitlines()[-1]
+
+
+def test_a_service_opens_it(made):
+    """Up to the model: what it is then asked for is another matter."""
+    model, _, folder = made
+    with pytest.raises(cx.InvalidOption, match="never validated"):
+        cx.Service.load(folder)
+    cx.validate(model, folder, [TOKENS])
+    with pytest.raises(cx.CrystalliteError) as refused:
+        cx.Service.load(folder)
+    assert "manifest" not in str(refused.value)
+    assert "into" not in str(refused.value)
+
+
+def test_plain_sizes_need_no_import(tmp_path):
+    """A folder whose modules are those of its class is opened by transformers alone."""
+    model = build("BertForSequenceClassification")
+    small = cx.compress(model, [{"input_ids": TOKENS}] * 8, budget=1.0)
+    cx.save(small, tmp_path / "a")
+    config = json.loads((tmp_path / "a" / "config.json").read_text())
+    if "quantization_config" not in config:
+        assert "transformers_weights" not in config
+    assert cx.record(cx.load(tmp_path / "a")).method == "compressed"
+
+
+def test_source_is_a_path_in_the_metadata(made):
+    assert Path(cx.read_manifest(made[2])["metadata"]["model"]).name == "original"
