@@ -248,7 +248,7 @@ def test_models_that_read_several_outputs_are_fitted_as_well_as_without_a_list(k
     errors = []
     for container in (nn.ModuleList, Attributes):
         small = cx.compress(reader(container, kind), data(), budget=0.6)
-        errors.append(small.reorganization.options["held_out_error"])
+        errors.append(cx.record(small).options.held_out_error)
     assert errors[0] == pytest.approx(errors[1], rel=0.1)
 
 
