@@ -14,7 +14,8 @@ from torch import nn
 import crystallite as cx
 from crystallite.models.description import build, describe
 from crystallite.models.record import Fold, LayerChange, Reorganization
-from crystallite.models.transformers_folder import register_reader, write_config
+from crystallite.models.transformers_folder import write_config
+from crystallite.models.transformers_hook import register_reader
 from tests.operators.tolerance import assert_close
 
 transformers = pytest.importorskip("transformers")
@@ -256,7 +257,7 @@ def test_crystallite_may_be_imported_first(saved):
     code = f"""
 import inspect, sys
 import crystallite
-from crystallite.models.transformers_folder import register_reader
+from crystallite.models.transformers_hook import register_reader
 register_reader()
 register_reader()
 assert "transformers" not in sys.modules

@@ -1,8 +1,8 @@
 """Reorganized transformers models through `save_pretrained` and `from_pretrained`.
 
 What layers became stands in `config.quantization_config`, where transformers looks for modules to swap before it loads
-weights; index tables are buffers among the weights. transformers must know who swaps them: `register_reader` tells it
-now if it is loaded, and otherwise as soon as it is. Nothing here loads it.
+weights; index tables are buffers among the weights. transformers must know who swaps them: `transformers_hook.py` tells
+it. Nothing here loads it.
 """
 
 from __future__ import annotations
@@ -11,9 +11,6 @@ import copy
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -25,11 +22,10 @@ from crystallite.models.record import Reorganization
 from crystallite.models.swap import put_
 from crystallite.weights.checkpoint import open_checkpoint
 
-__all__ = ["register_reader", "write_config"]
+__all__ = ["add_reader", "write_config"]
 
 _METHOD = "crystallite"
 _VERSION = 2
-_READERS = "transformers.quantizers.auto"  # keeps the list of who swaps modules
 
 
 def write_config(model: nn.Module, original: nn.Module | None = None) -> None:
@@ -56,39 +52,8 @@ def write_config(model: nn.Module, original: nn.Module | None = None) -> None:
             del part.config.quantization_config
 
 
-def register_reader() -> None:
-    """Make `from_pretrained` understand what `write_config` wrote, in whatever order packages are imported."""
-    if _READERS in sys.modules:
-        _register(sys.modules[_READERS])
-    elif not any(isinstance(finder, _WhenLoaded) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _WhenLoaded())
-
-
-class _WhenLoaded(MetaPathFinder, Loader):
-    """Finds the module with the list of readers where the others find it, and adds ours when it has been loaded."""
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if fullname != _READERS:
-            return None
-        found = (other.find_spec(fullname, path, target) for other in sys.meta_path if other is not self)
-        spec = next(filter(None, found), None)
-        if spec is not None and spec.loader is not None:
-            self._loader, spec.loader = spec.loader, self
-        return spec
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        if module.__spec__ is not None:
-            module.__spec__.loader = module.__loader__ = self._loader
-        self._loader.exec_module(module)
-        _register(module)
-
-
-def _register(readers: Any) -> None:
+def add_reader(readers: Any) -> None:
+    """Add ours to the readers of `transformers.quantizers.auto`; `transformers_hook.py` calls it at the right time."""
     if _METHOD in readers.AUTO_QUANTIZER_MAPPING:
         return
     from transformers.quantizers.base import HfQuantizer
