@@ -46,7 +46,7 @@ def test_the_command_ends_in_a_report(files, capsys):
 
 def test_the_command_prints_a_table(files, capsys, monkeypatch):
     hidden_from(monkeypatch, "onnxruntime", "torch_pruning")
-    assert main([*WORDS.split(), "--metric", "agreement", "--batch", "8", "--ignore", "nothing"]) == 0
+    assert main([*WORDS.split(), "--metric", "agreement", "--batch", "8"]) == 0
     text = capsys.readouterr().out
     assert "ms, batch 8  agreement" in text
     assert "dense" in text

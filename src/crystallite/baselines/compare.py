@@ -22,6 +22,7 @@ from crystallite.baselines.shapes import decomposed, random_blocks
 from crystallite.baselines.torch_pruning import pruned_by_graph
 from crystallite.compression.groups import first_samples
 from crystallite.core.errors import CrystalliteError, InvalidOption
+from crystallite.core.suggest import check_choice, suggest_keywords
 from crystallite.data.batch import Batch, batches, run
 from crystallite.data.calibration import Calibration
 from crystallite.data.calls import evaluating
@@ -69,6 +70,7 @@ class Row:
         return asdict(self)
 
 
+@suggest_keywords
 def compare(
     model: nn.Module,
     small: nn.Module,
@@ -109,9 +111,8 @@ def compare(
     [('dense', False), ('fitted', True), ('magnitude', True), ('SVD', True)]
     """
     chosen = list(METHODS if methods is None else methods)
-    unknown = [name for name in chosen if name not in METHODS]
-    if unknown:
-        raise InvalidOption(f"methods: expected some of {', '.join(METHODS)}, got {unknown[0]!r}")
+    for name in chosen:
+        check_choice("methods", name, list(METHODS))
     judged = list(batches(data))
     measure = _measure(metric, judged[0])
     dense, small = copy.deepcopy(model).eval(), copy.deepcopy(small).eval()

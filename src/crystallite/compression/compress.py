@@ -28,6 +28,7 @@ from crystallite.compression.recurrent import ExpandedLayer, collapse_recurrent,
 from crystallite.compression.sequential import fit_layers_, fitted_operator
 from crystallite.compression.session import Session, output_error
 from crystallite.core.errors import InvalidOption
+from crystallite.core.suggest import check_choice, suggest_keywords
 from crystallite.data.batch import check_repeatable, equal_up_to_rounding, run
 from crystallite.data.calibration import Calibration
 from crystallite.data.calls import evaluating
@@ -49,6 +50,7 @@ OBJECTIVES = ("macs", "parameters", "latency", "int8")
 _LESS = 0.995  # of the share allotted before, where the result was above the budget
 
 
+@suggest_keywords
 def compress(
     model: nn.Module,
     calibration: Any,
@@ -164,8 +166,7 @@ def _check(
         raise InvalidOption(f"blocks: expected an integer of at least 2, got {blocks!r}")
     if joint and blocks is None:
         raise InvalidOption("joint=True needs blocks=: the number of subnetworks")
-    if objective not in OBJECTIVES:
-        raise InvalidOption(f"objective: expected one of {', '.join(OBJECTIVES)}, got {objective!r}")
+    check_choice("objective", objective, OBJECTIVES)
     if objective != "macs" and blocks is not None:
         raise InvalidOption("objective= says what a budget is a share of: pass budget= or tolerance= with it")
     if not ridge > 0:

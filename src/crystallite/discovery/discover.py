@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
+from crystallite.core.suggest import suggest_keywords
 from crystallite.discovery.coclustering import agreement, assign, cocluster
 from crystallite.discovery.energy import jacobian_energy
 from crystallite.discovery.modules import Modules
@@ -17,6 +18,7 @@ _RESAMPLES = 10
 _NEGLIGIBLE = 0.03  # of an output's variance; what all dormant inputs together may explain
 
 
+@suggest_keywords
 def discover(model: nn.Module, data: Any, samples: int = 1500) -> Modules:
     """The functional modules of a model: which of its outputs listen to which of its inputs, through which neurons.
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from crystallite.core.errors import CrystalliteError, InvalidOption
+from crystallite.core.suggest import suggest_keywords
 from crystallite.data.batch import ROUNDING, Batch, batches, run
 from crystallite.data.outputs import tensors
 from crystallite.models.swap import put_
@@ -53,6 +54,7 @@ class Exported:
         )
 
 
+@suggest_keywords
 def export(
     model: nn.Module, path: str | os.PathLike[str], data: Any, *, int8: bool = False, max_deviation: float = 0.1
 ) -> Exported:
@@ -83,7 +85,7 @@ def export(
             if not found[0] <= limit:
                 raise InvalidOption(
                     f"{target}: not written: in ONNX Runtime its outputs deviate by {found[0]:.3g}, at most {limit:g} "
-                    f"is allowed{'; raise max_deviation, or export without int8' if int8 else ''}"
+                    f"is allowed{'; raise max_deviation=, or export without int8=True' if int8 else ''}"
                 )
             size = file.stat().st_size
             file.replace(target)

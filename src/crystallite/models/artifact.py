@@ -27,6 +27,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from crystallite.core.errors import CheckpointError, InvalidOption
+from crystallite.core.suggest import suggest_keywords
 from crystallite.models.description import OPERATORS, build, check_indices, describe_parts, replace
 from crystallite.models.record import Reorganization
 from crystallite.weights.checkpoint import Checkpoint, open_checkpoint
@@ -52,6 +53,7 @@ _FIELDS: dict[str, type | tuple[type, ...]] = {
 }
 
 
+@suggest_keywords
 def save(
     model: nn.Module,
     path: str | os.PathLike[str],
@@ -107,6 +109,7 @@ def save(
     return target
 
 
+@suggest_keywords
 def load(path: str | os.PathLike[str], into: nn.Module | None = None) -> nn.Module:
     """The model that `save` wrote.
 

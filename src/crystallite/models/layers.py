@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, nn
 
+from crystallite.core.suggest import matching
 from crystallite.models.record import LayerChange
 
 __all__ = ["Unit", "change", "find_units", "has_hooks", "is_transformers_conv1d", "set_trained_", "trained"]
@@ -70,18 +70,16 @@ def find_units(model: nn.Module, targets: Sequence[str], ignore: Sequence[str]) 
     """
     places = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
     owners = Counter(id(p) for module in model.modules() for p in module._parameters.values())
-    units = []
+    units: dict[str, Unit] = {}
     for name, module in model.named_modules():
-        if not any(fnmatchcase(name, p) for p in targets) or any(fnmatchcase(name, p) for p in ignore):
-            continue
         unit = Unit(name, module, "linear" if is_transformers_conv1d(module) else _KINDS.get(type(module), "other"))
         is_layer = isinstance(module, (*_KINDS, nn.MultiheadAttention)) or not any(True for _ in module.children())
         if not unit.weights or not is_layer:
             continue
         tied = any(owners[id(p)] > 1 for p in module.parameters(recurse=False))
         reason = _why_left_alone(unit, tied, places[id(module)] > 1)
-        units.append(Unit(name, module, unit.kind, f"left alone: {reason}" if reason else ""))
-    return units
+        units[name] = Unit(name, module, unit.kind, f"left alone: {reason}" if reason else "")
+    return [units[name] for name in matching(units, targets, ignore)]
 
 
 def _why_left_alone(unit: Unit, tied: bool, reused: bool) -> str:

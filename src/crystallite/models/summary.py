@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from crystallite.core.errors import CheckpointError, InvalidOption
+from crystallite.core.suggest import suggest_keywords
 from crystallite.models.record import LayerChange, Reorganization
 from crystallite.operators.chain import BlockChain
 from crystallite.operators.conv import BlockConv
@@ -78,6 +79,7 @@ class Summary:
         return "\n".join([self.table(), "", total, *([self.order] if self.order else []), *self.notes])
 
 
+@suggest_keywords
 def summary(model: nn.Module) -> Summary:
     """What `reorganize` did to a model.
 

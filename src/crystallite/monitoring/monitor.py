@@ -10,6 +10,7 @@ from typing import Any, Self
 from torch import nn
 
 from crystallite.core.errors import CrystalliteError, InvalidOption
+from crystallite.core.suggest import suggest_keywords
 from crystallite.monitoring.journal import Journal
 from crystallite.monitoring.measures import (
     MODEL,
@@ -57,6 +58,7 @@ class StructureMonitor:
     [(0, 'weight'), (0, '(model)'), (10, 'weight'), (10, '(model)')]
     """
 
+    @suggest_keywords
     def __init__(
         self,
         model: nn.Module,

@@ -8,6 +8,7 @@ import sys
 from torch import Tensor, nn
 
 from crystallite.core.errors import InvalidOption
+from crystallite.core.suggest import suggest_keywords
 from crystallite.models.layers import set_trained_, trained
 from crystallite.models.record import Reorganization
 from crystallite.models.swap import put_, replace_
@@ -45,6 +46,7 @@ class DenseFeedForward(nn.Module):
         return layers["second"](self._activation(hidden))
 
 
+@suggest_keywords
 def restore(model: nn.Module) -> nn.Module:
     """A copy of a reorganized model with every block operator replaced by the dense layers it stands for.
 

@@ -11,6 +11,7 @@ from tqdm import tqdm
 
 from crystallite.annealing import nulls
 from crystallite.core.errors import InvalidMatrix, InvalidOption
+from crystallite.core.suggest import suggest_keywords
 from crystallite.graph.feed_forward import recognise_feed_forward
 from crystallite.graph.sequential_calls import whole_by_definition
 from crystallite.graph.trace import Spaces, Untraceable, trace
@@ -36,6 +37,7 @@ _FEED_FORWARD = {
 }
 
 
+@suggest_keywords
 def reorganize(
     model: nn.Module,
     *,

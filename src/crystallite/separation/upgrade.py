@@ -17,6 +17,7 @@ from torch.nn.utils.rnn import PackedSequence
 from crystallite.annealing import nulls
 from crystallite.annealing.anneal import anneal
 from crystallite.core.errors import CrystalliteError, InvalidOption
+from crystallite.core.suggest import check_choice, suggest_keywords
 from crystallite.data.batch import Batch, batches, repeatable
 from crystallite.data.running import call
 from crystallite.discovery.modules import Modules
@@ -87,6 +88,7 @@ class Upgrading:
         )
 
 
+@suggest_keywords
 def upgrade(
     model: nn.Module,
     *,
@@ -274,8 +276,7 @@ def _some(data: Any, chains: Sequence[Chain], blocks: int) -> list[Batch]:
 def _partition(kind: str, model: nn.Module, chains: Sequence[Chain], blocks: Any, data: Any, seed: int) -> Partition:
     if kind == "random":
         return random_partition(chains, blocks, seed)
-    if kind not in ("auto", "spread", "regions"):
-        raise InvalidOption(f'partition must be "auto", "regions", "spread", "random" or a Partition, got {kind!r}')
+    check_choice("partition", kind, ("auto", "regions", "spread", "random"), "a Partition")
     some = _some(data, chains, blocks)
     return assign_by_explained_variance(_inputs_shared_out(kind, model, chains, blocks, some, seed), model, some)
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from crystallite.core.errors import CrystalliteError, InvalidOption
+from crystallite.core.suggest import check_choice, suggest_keywords
 from crystallite.serving.engine import LocalEngine
 from crystallite.serving.limits import Limits
 from crystallite.serving.machine import Machine
@@ -61,6 +62,7 @@ class Service:
             raise
 
     @classmethod
+    @suggest_keywords
     def load(
         cls,
         artifacts: StrPath | Mapping[str, StrPath],
@@ -83,6 +85,7 @@ class Service:
         - `engine`: "local" runs the pieces in this process; "ray" on the Ray cluster that `RAY_ADDRESS` names or that
           runs on this machine, else on one that is started here. Every node must see the same folders.
         """
+        check_choice("engine", engine, ("local", "ray"))
         sources = sources_of(artifacts, Source(Path(), into, shape, batch, unvalidated, machine, workers))
         limits = limits or Limits()
         if engine == "local":
@@ -92,8 +95,6 @@ class Service:
                 return ServedModel.of(cut, LocalEngine(cut.network.modules), limits, metrics)
 
             return cls(sources, opened, limits, lambda: None)
-        if engine != "ray":
-            raise InvalidOption(f"engine: expected local or ray, got {engine!r:.80}")
         return cls(sources, *ray_opener(sources, limits))
 
     @property

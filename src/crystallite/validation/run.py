@@ -13,6 +13,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from crystallite.core.errors import InvalidOption
+from crystallite.core.suggest import suggest_keywords
 from crystallite.data.batch import Batch, batches, check_repeatable, repeatable, run
 from crystallite.models.artifact import attach_verdict, load
 from crystallite.validation.comparison import Comparison, RunningComparison
@@ -29,6 +30,7 @@ _BATCH_SIZES = 3  # so many different ones are timed
 Slices = Sequence[Any] | Callable[[Any, Any], Sequence[Any]]
 
 
+@suggest_keywords
 def validate(
     original: nn.Module,
     reorganized: nn.Module | str | os.PathLike[str],
