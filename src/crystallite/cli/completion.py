@@ -32,10 +32,10 @@ def script(shell: str) -> str:
   esac
   if [ "$COMP_CWORD" -eq 1 ]; then
     COMPREPLY=($(compgen -W "{" ".join(COMMANDS)} --help --version" -- "$current"))
-  elif [ -n "$choices" ]; then
-    COMPREPLY=($(compgen -W "$choices" -- "$current"))
   elif [ "${{current#-}}" != "$current" ]; then
     COMPREPLY=($(compgen -W "$words --help" -- "$current"))
+  elif [ -n "$choices" ]; then
+    COMPREPLY=($(compgen -W "$choices" -- "$current"))
   else
     COMPREPLY=($(compgen -f -- "$current"))
   fi
