@@ -56,7 +56,8 @@ def matching(names: Iterable[str], targets: str | Sequence[str], ignore: str | S
         for pattern in patterns:
             if known and not any(fnmatchcase(name, pattern) for name in known):
                 near = max(known, key=lambda name: SequenceMatcher(None, pattern, name).ratio())
-                raise InvalidOption(f"{option}: no layer with weights matches {pattern!r}; the nearest is {near!r}")
+                there = f"the nearest is {near!r}" if near else "there is only the model itself, '', which '*' matches"
+                raise InvalidOption(f"{option}: no layer with weights matches {pattern!r}; {there}")
     return [n for n in known if any(fnmatchcase(n, p) for p in taken) and not any(fnmatchcase(n, p) for p in left)]
 
 

@@ -330,7 +330,9 @@ def _prove(model: nn.Module, partition: Partition, chosen: Mapping[str, nulls.Nu
         kept = {}
         for name in chain.layers:
             weight = weight_of(model, name).detach()
-            mask = anneal(weight.flatten(1), chosen[parameter(name)], level, None, None, "neyman", name).mask
+            mask = anneal(
+                weight.flatten(1), chosen[parameter(name)], level=level, random_walk=None, rule="neyman", name=name
+            ).mask
             kept[name] = mask.view_as(weight)
             assert torch.equal(kept[name], weight != 0), f"{name}: annealing changes it"
         components = np.concatenate(list(joint_components(chain, kept).values()))
