@@ -92,6 +92,17 @@ def test_a_mistyped_keyword_names_the_nearest(name):
         eval(f"{CALLS[name]}, {wrong}=None)", here)
 
 
+@pytest.mark.parametrize("name", sorted(CALLS.keys() - {"anneal", "decompose", "hubs", "level_profile", "sweep"}))
+def test_docstrings_have_sections_and_name_every_keyword(name):
+    text = inspect.getdoc(function(name))
+    described = re.search(r"^Args:\n((?: {4}.*\n|\n)+)", text, re.M)[1]
+    named = {n for line in re.findall(r"^ {4}(\w[\w, ]*):", described, re.M) for n in line.split(", ")}
+    assert named == set(inspect.signature(function(name)).parameters)
+    assert "\nRaises:\n" in text
+    assert "\nReturns:\n" in text or inspect.isclass(function(name))
+    assert not re.search(r"^>>>", text, re.M)
+
+
 def network():
     return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
 

@@ -111,19 +111,32 @@ def analyze(
     the two tests keep, the blocks this leaves, the blocks at every other level, the hubs, and what the same numbers in
     random places would give; then a verdict in words, which may be that there is no block structure.
 
-    - `null`: "auto" believes an initialisation only if it explains the bulk of a matrix, else it measures the bulk;
-      "init" always takes what PyTorch, or the model's config, draws for such a layer; "empirical" always measures.
-    - `level`, `correction`, `random_walk`, `rule`: as for `anneal`.
-    - `fast`: only the tests and the blocks at the one level.
-    - `targets`, `ignore`: a pattern of layer names, or several (`*.intermediate.*`).
-    - `resume`: a file that keeps each finished matrix; after an interruption the same call goes on from there.
-    - `engine`: "local", or "ray" to spread the layers of a checkpoint on disk over a Ray cluster. Same results.
-
     Tensors are read one at a time where the format allows it, so memory stays near the largest of them.
 
-    >>> _ = torch.manual_seed(0)
-    >>> analyze(torch.nn.Linear(64, 32)).verdict
-    'No exact block structure: 1 of 1 not distinguishable from its initialisation.'
+    Args:
+        source: a module, a state dict, a checkpoint file or a Hugging Face folder.
+        null: "auto" believes an initialisation only if it explains the bulk of a matrix, else it measures the bulk;
+            "init" always takes what PyTorch, or the model's config, draws for such a layer; "empirical" always
+            measures.
+        level, correction, random_walk, rule: as for `anneal`.
+        fast: only the tests and the blocks at the one level.
+        targets, ignore: a pattern of layer names, or several (`*.intermediate.*`).
+        resume: a file that keeps each finished matrix; after an interruption the same call goes on from there.
+        engine: "local", or "ray" to spread the layers of a checkpoint on disk over a Ray cluster. Same results.
+        progress: a bar on standard error.
+
+    Returns:
+        An `Analysis`: one row per matrix, what was left out, and the verdict.
+
+    Raises:
+        InvalidOption: an option outside the values it may take, or a pattern that matches no layer; it names the
+            nearest.
+        CheckpointError: a file that cannot be read as weights.
+
+    Examples:
+        >>> _ = torch.manual_seed(0)
+        >>> analyze(torch.nn.Linear(64, 32)).verdict
+        'No exact block structure: 1 of 1 not distinguishable from its initialisation.'
     """
     options = Options(null, level, correction, random_walk, rule, fast)
     _check(options, engine)

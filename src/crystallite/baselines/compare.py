@@ -87,28 +87,39 @@ def compare(
 ) -> list[Row]:
     """A row for the dense model, one for the smaller model, and one for each other method at the smaller one's cost.
 
-    - `small`: what `compress(model, budget=…)` returned; others may keep as many multiply-adds as it has, random
-      blocks, which come in whole numbers, 3 % more.
-    - `data`, `metric`: to judge by, as for `validate`; also "cosine" or "agreement" (equal argmax) with the dense
-      model, which need no targets. None: accuracy where targets are whole numbers, else the cosine. The first batch is
-      timed, on as many threads as PyTorch uses, all models in turns.
-    - `calibration`: batches of inputs, for the Wanda score.
-    - `methods`: names from `METHODS`; None: all. ONNX Runtime has no fewer multiply-adds, and is what a CPU user would
-      pick instead. No method trains.
-    - `groups`: neurons that pruning may take out; None: those that `find_groups` finds.
-    - `beside`: other models to measure along with these, by name.
-    - `targets`, `ignore`: patterns of layer names, as they were when `small` was made.
-
     A method that does not apply, or whose package is missing, has a row that says why.
 
-    >>> from crystallite import compress
-    >>> _ = torch.manual_seed(0)
-    >>> model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 8))
-    >>> x = torch.randn(400, 16)
-    >>> small = compress(model, budget=0.5, calibration=x)
-    >>> rows = compare(model, small, x, calibration=x, methods=["magnitude", "SVD"])
-    >>> [(row.name, row.share <= 0.5) for row in rows]
-    [('dense', False), ('fitted', True), ('magnitude', True), ('SVD', True)]
+    Args:
+        model: the dense model.
+        small: what `compress(model, budget=…)` returned; others may keep as many multiply-adds as it has, random
+            blocks, which come in whole numbers, 3 % more.
+        data, metric: to judge by, as for `validate`; also "cosine" or "agreement" (equal argmax) with the dense model,
+            which need no targets. None: accuracy where targets are whole numbers, else the cosine. The first batch is
+            timed, on as many threads as PyTorch uses, all models in turns.
+        calibration: batches of inputs, for the Wanda score.
+        methods: names from `METHODS`; None: all. ONNX Runtime has no fewer multiply-adds, and is what a CPU user would
+            pick instead. No method trains.
+        groups: neurons that pruning may take out; None: those that `find_groups` finds.
+        beside: other models to measure along with these, by name.
+        targets, ignore: patterns of layer names, as they were when `small` was made.
+        seed: of random blocks.
+
+    Returns:
+        A row for each model and method.
+
+    Raises:
+        InvalidOption: an option outside the values it may take, or a pattern that matches no layer; it names the
+            nearest.
+
+    Examples:
+        >>> from crystallite import compress
+        >>> _ = torch.manual_seed(0)
+        >>> model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 8))
+        >>> x = torch.randn(400, 16)
+        >>> small = compress(model, budget=0.5, calibration=x)
+        >>> rows = compare(model, small, x, calibration=x, methods=["magnitude", "SVD"])
+        >>> [(row.name, row.share <= 0.5) for row in rows]
+        [('dense', False), ('fitted', True), ('magnitude', True), ('SVD', True)]
     """
     chosen = list(METHODS if methods is None else methods)
     for name in chosen:

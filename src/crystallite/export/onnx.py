@@ -60,11 +60,20 @@ def export(
 ) -> Exported:
     """Write a model as ONNX, all of it or nothing, and say how near ONNX Runtime comes to it on some data.
 
-    - `data`: batches as for `validate`; the first is what the model is traced with. Targets are not used.
-    - `int8`: weights of linear layers as 8-bit integers, one scale per output; activations are quantised as they come.
-    - `max_deviation`: refused where int8 is further away than this. Floating point may differ by rounding only.
-
     Fitted layers are smaller dense products, so ONNX Runtime runs and quantises them like any other.
+
+    Args:
+        model: the model; it is left as it was.
+        path: a file that ends in .onnx.
+        data: batches as for `validate`; the first is what the model is traced with. Targets are not used.
+        int8: weights of linear layers as 8-bit integers, one scale per output; activations are quantised as they come.
+        max_deviation: refused where int8 is further away than this. Floating point may differ by rounding only.
+
+    Returns:
+        What was written, and how near ONNX Runtime comes to the model on the data.
+
+    Raises:
+        InvalidOption: a package is missing, or the file would deviate by more than is allowed; nothing is written then.
     """
     target = Path(path)
     if target.suffix != ".onnx":

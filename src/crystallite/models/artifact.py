@@ -63,10 +63,19 @@ def save(
 ) -> Path:
     """Write a reorganized model to a new folder, all of it or nothing; returns the folder.
 
-    - `source`: the model it was made from, or its file or folder; the manifest keeps a hash of its weights.
-    - `metadata`: plain JSON values that are kept in the manifest.
-
     A folder that exists already is not touched.
+
+    Args:
+        model: what `reorganize`, `compress` or `upgrade` returned.
+        path: the new folder.
+        source: the model it was made from, or its file or folder; the manifest keeps a hash of its weights.
+        metadata: plain JSON values that are kept in the manifest.
+
+    Returns:
+        The folder.
+
+    Raises:
+        InvalidOption: the folder exists, or the model holds nothing that could be loaded again.
     """
     target = Path(path)
     if target.exists():
@@ -117,6 +126,16 @@ def load(path: str | os.PathLike[str], into: nn.Module | None = None) -> nn.Modu
     model with code of its own pass `into=` an instance of the original, which is not changed: a copy of it gets the
     modules and weights that were saved. Nothing of the original's weights is copied, but buffers that no state dict
     holds are its own. Parameters are frozen as they were.
+
+    Args:
+        path: the folder.
+        into: an instance of the original, for a model with code of its own.
+
+    Returns:
+        The model, with what was done to it as its record.
+
+    Raises:
+        CheckpointError: a folder that is damaged, hostile or not of this format.
     """
     check_weights(path)
     return _opened(Path(path), into, mapped=False)

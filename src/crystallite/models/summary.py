@@ -81,11 +81,21 @@ class Summary:
 
 @suggest_keywords
 def summary(model: nn.Module) -> Summary:
-    """What `reorganize` did to a model.
+    """What `reorganize`, `compress` or `upgrade` did to a model.
 
-    >>> summary(nn.Linear(2, 2))
-    Traceback (most recent call last):
-    crystallite.core.errors.InvalidOption: this model was not made by reorganize; pass its result
+    Args:
+        model: what one of them returned.
+
+    Returns:
+        A `Summary`, which prints as a table: one line for each layer, and the cost before and after.
+
+    Raises:
+        InvalidOption: a model that none of them made.
+
+    Examples:
+        >>> summary(nn.Linear(2, 2))
+        Traceback (most recent call last):
+        crystallite.core.errors.InvalidOption: this model was not made by reorganize; pass its result
     """
     record = getattr(model, "reorganization", None)
     if not isinstance(record, Reorganization):

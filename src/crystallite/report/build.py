@@ -122,18 +122,31 @@ def report(
 ) -> Report:
     """A report on a module, state dict, checkpoint file or folder; written to `path` if there is one.
 
-    - `reorganized`: what `reorganize` made of the model, or the folder it was saved in.
-    - `verdict`, `sweep`: what `validate` and `sweep` returned, or their `to_json()`; a verdict may hold its sweep.
-    - `front`: rows with name, family, macs, latency_ms and quality, baselines among them.
-    - `monitor`: rows with step, layer, kept_share, largest_share, blocks and sigma, or a file with one in each line.
-    - `null`, `level`, `correction`, `random_walk`, `rule`, `targets`, `ignore`: as for `analyze`.
-
     In a notebook a report shows itself. Cost: that of `analyze`, and about as much again for the pictures.
 
-    >>> from torch import nn
-    >>> _ = torch.manual_seed(0)
-    >>> report(nn.Linear(64, 32), title="Noise")
-    Report('Noise': No exact block structure: 1 of 1 not distinguishable from its initialisation.)
+    Args:
+        source: a module, a state dict, a checkpoint file or a folder, as for `analyze`.
+        path: where to write the page; None: nowhere.
+        reorganized: what `reorganize` made of the model, or the folder it was saved in.
+        verdict, sweep: what `validate` and `sweep` returned, or their `to_json()`; a verdict may hold its sweep.
+        front: rows with name, family, macs, latency_ms and quality, baselines among them.
+        monitor: rows with step, layer, kept_share, largest_share, blocks and sigma, or a file with one in each line.
+        null, level, correction, random_walk, rule, targets, ignore: as for `analyze`.
+        title: what the page calls the model; None: the name of its file.
+        progress: a bar on standard error.
+
+    Returns:
+        A `Report`, which shows itself in a notebook and can `save` its page and its `figures`.
+
+    Raises:
+        InvalidOption: an option outside the values it may take, or a pattern that matches no layer; it names the
+            nearest.
+
+    Examples:
+        >>> from torch import nn
+        >>> _ = torch.manual_seed(0)
+        >>> report(nn.Linear(64, 32), title="Noise")
+        Report('Noise': No exact block structure: 1 of 1 not distinguishable from its initialisation.)
     """
     judged = None if verdict is None else dict(_plain(verdict))
     swept = _plain(sweep) if sweep is not None else (judged or {}).get("sweep")

@@ -78,12 +78,21 @@ class Service:
     ) -> Service:
         """A service of one saved model, called as its folder, or of several by name.
 
-        - `into`: an instance of the original, for a model with code of its own.
-        - `shape`: of one sample, where the first layer does not say it.
-        - `batch`, `machine`, `workers`: as for `plan`.
-        - `unvalidated`: serve a model without a verdict, or with one that it failed.
-        - `engine`: "local" runs the pieces in this process; "ray" on the Ray cluster that `RAY_ADDRESS` names or that
-          runs on this machine, else on one that is started here. Every node must see the same folders.
+        Args:
+            artifacts: a folder that `save` wrote, or several by name.
+            into: an instance of the original, for a model with code of its own.
+            shape: of one sample, where the first layer does not say it.
+            batch, machine, workers: as for `plan`.
+            unvalidated: serve a model without a verdict, or with one that it failed.
+            engine: "local" runs the pieces in this process; "ray" on the Ray cluster that `RAY_ADDRESS` names or that
+                runs on this machine, else on one that is started here. Every node must see the same folders.
+            limits: how much the service takes on at once; None: the defaults.
+
+        Returns:
+            The service; close it, or use it in a `with`.
+
+        Raises:
+            InvalidOption: a model without a verdict that it passed, or an option outside the values it may take.
         """
         check_choice("engine", engine, ("local", "ray"))
         sources = sources_of(artifacts, Source(Path(), into, shape, batch, unvalidated, machine, workers))
