@@ -1,38 +1,47 @@
 """Take trained neural networks apart along the structure that training left in them."""
 
-from crystallite.analysis import Analysis, MatrixAnalysis, analyze
-from crystallite.annealing import nulls
-from crystallite.annealing.anneal import Annealing, anneal
-from crystallite.compression.compress import compress
-from crystallite.core.errors import CheckpointError, CrystalliteError, InvalidMap, InvalidMatrix, InvalidOption
-from crystallite.core.maps import Embedding, Permutation, Projection
-from crystallite.core.tables import Table
-from crystallite.discovery import Modules, discover
-from crystallite.export.onnx import Exported, export
-from crystallite.models.artifact import LoadedBlock, load, load_block, save
-from crystallite.models.manifest import attach_verdict, read_manifest, source_sha256
-from crystallite.models.record import CompressedOptions, ExactOptions, LayerChange, Record, UpgradedOptions, record
-from crystallite.models.summary import summary
-from crystallite.models.transformers_hook import register_reader as _register_reader
-from crystallite.monitoring import StructureMonitor
-from crystallite.operators.chain import BlockChain
-from crystallite.operators.conv import BlockConv
-from crystallite.operators.feed_forward import BlockFeedForward
-from crystallite.operators.linear import BlockLinear
-from crystallite.operators.low_rank_recurrent import LowRankRecurrent
-from crystallite.operators.recurrent import BlockRecurrent
-from crystallite.reorganization.restore import restore
-from crystallite.reorganization.rewrite import reorganize
-from crystallite.reorganization.subnetworks import Subnetworks, subnetworks
-from crystallite.report import Report, report
-from crystallite.separation import upgrade
-from crystallite.serving import Service
-from crystallite.structure.bipartite import BipartiteStructure
-from crystallite.structure.decompose import decompose
-from crystallite.structure.directed import DirectedStructure
-from crystallite.structure.hubs import BorderedStructure, hubs
-from crystallite.structure.levels import DirectedProfile, LevelProfile, level_profile
-from crystallite.validation import Sweep, Verdict, sweep, validate
+from importlib import import_module
+from sys import modules
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from crystallite.models.transformers_hook import register_reader
+
+if TYPE_CHECKING:
+    from crystallite import baselines
+    from crystallite.analysis import Analysis, MatrixAnalysis, analyze
+    from crystallite.annealing import nulls
+    from crystallite.annealing.anneal import Annealing, anneal
+    from crystallite.compression.compress import compress
+    from crystallite.core.errors import CheckpointError, CrystalliteError, InvalidMap, InvalidMatrix, InvalidOption
+    from crystallite.core.maps import Embedding, Permutation, Projection
+    from crystallite.core.tables import Table
+    from crystallite.discovery import Modules, discover
+    from crystallite.export.onnx import Exported, export
+    from crystallite.models.artifact import LoadedBlock, load, load_block, save
+    from crystallite.models.manifest import attach_verdict, read_manifest, source_sha256
+    from crystallite.models.record import CompressedOptions, ExactOptions, LayerChange, Record, UpgradedOptions, record
+    from crystallite.models.summary import summary
+    from crystallite.monitoring import StructureMonitor
+    from crystallite.operators.chain import BlockChain
+    from crystallite.operators.conv import BlockConv
+    from crystallite.operators.feed_forward import BlockFeedForward
+    from crystallite.operators.linear import BlockLinear
+    from crystallite.operators.low_rank import LowRankConv, LowRankLinear
+    from crystallite.operators.low_rank_recurrent import LowRankRecurrent
+    from crystallite.operators.recurrent import BlockRecurrent
+    from crystallite.reorganization.restore import restore
+    from crystallite.reorganization.rewrite import reorganize
+    from crystallite.reorganization.subnetworks import Subnetworks, subnetworks
+    from crystallite.report import Report, report
+    from crystallite.separation import upgrade
+    from crystallite.serving import Service
+    from crystallite.structure.bipartite import BipartiteStructure
+    from crystallite.structure.decompose import decompose
+    from crystallite.structure.directed import DirectedStructure
+    from crystallite.structure.hubs import BorderedStructure, hubs
+    from crystallite.structure.levels import DirectedProfile, LevelProfile, level_profile
+    from crystallite.validation import Sweep, Verdict, sweep, validate
 
 __all__ = [
     "Analysis",
@@ -58,6 +67,8 @@ __all__ = [
     "LayerChange",
     "LevelProfile",
     "LoadedBlock",
+    "LowRankConv",
+    "LowRankLinear",
     "LowRankRecurrent",
     "MatrixAnalysis",
     "Modules",
@@ -75,6 +86,7 @@ __all__ = [
     "analyze",
     "anneal",
     "attach_verdict",
+    "baselines",
     "compress",
     "decompose",
     "discover",
@@ -98,4 +110,70 @@ __all__ = [
     "validate",
 ]
 
-_register_reader()  # `from_pretrained` of transformers understands reorganized models
+__version__ = "0.1.0"
+
+# Where each name comes from: modules are imported when a name of theirs is first used, so that `import crystallite` and
+# `crystallite --help` do not wait for torch, numba and scipy. The imports above say the same to type checkers.
+_HOME = {
+    name: f"crystallite.{module}"
+    for module, names in {
+        "analysis": "Analysis MatrixAnalysis analyze",
+        "annealing.anneal": "Annealing anneal",
+        "compression.compress": "compress",
+        "core.errors": "CheckpointError CrystalliteError InvalidMap InvalidMatrix InvalidOption",
+        "core.maps": "Embedding Permutation Projection",
+        "core.tables": "Table",
+        "discovery": "Modules discover",
+        "export.onnx": "Exported export",
+        "models.artifact": "LoadedBlock load load_block save",
+        "models.manifest": "attach_verdict read_manifest source_sha256",
+        "models.record": "CompressedOptions ExactOptions LayerChange Record UpgradedOptions record",
+        "models.summary": "summary",
+        "monitoring": "StructureMonitor",
+        "operators.chain": "BlockChain",
+        "operators.conv": "BlockConv",
+        "operators.feed_forward": "BlockFeedForward",
+        "operators.linear": "BlockLinear",
+        "operators.low_rank": "LowRankConv LowRankLinear",
+        "operators.low_rank_recurrent": "LowRankRecurrent",
+        "operators.recurrent": "BlockRecurrent",
+        "reorganization.restore": "restore",
+        "reorganization.rewrite": "reorganize",
+        "reorganization.subnetworks": "Subnetworks subnetworks",
+        "report": "Report report",
+        "separation": "upgrade",
+        "serving": "Service",
+        "structure.bipartite": "BipartiteStructure",
+        "structure.decompose": "decompose",
+        "structure.directed": "DirectedStructure",
+        "structure.hubs": "BorderedStructure hubs",
+        "structure.levels": "DirectedProfile LevelProfile level_profile",
+        "validation": "Sweep Verdict sweep validate",
+    }.items()
+    for name in names.split()
+}
+_MODULES = {"baselines": "crystallite.baselines", "nulls": "crystallite.annealing.nulls"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'crystallite' has no attribute {name!r}", name=name, obj=modules[__name__])
+    value = import_module(_MODULES[name]) if name in _MODULES else getattr(import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])
+
+
+class _Package(ModuleType):
+    """`crystallite.report` and `crystallite.export` stay functions when the folders of these names are imported."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in _HOME or not isinstance(value, ModuleType):
+            super().__setattr__(name, value)
+
+
+modules[__name__].__class__ = _Package
+register_reader()  # `from_pretrained` of transformers understands reorganized models

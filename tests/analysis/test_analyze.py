@@ -177,13 +177,13 @@ def test_rows_are_the_same_from_module_file_and_folder(tmp_path):
     assert rows[0] == rows[1] == rows[2]
 
 
-def test_include_and_exclude(tmp_path):
+def test_targets_and_ignore(tmp_path):
     model = nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.Linear(8, 8), "c": nn.Embedding(8, 8)})
-    assert [r.name for r in cx.analyze(model, include=["a", "c"], fast=True).rows] == ["a", "c"]
-    assert [r.name for r in cx.analyze(model, exclude=["b"], fast=True).rows] == ["a", "c"]
-    assert [r.name for r in cx.analyze(model, include="a*", fast=True).rows] == ["a"]
-    with pytest.raises(cx.InvalidOption, match=r"no layer matches include \['encoder'\].* there are a, b, c"):
-        cx.analyze(model, include="encoder")
+    assert [r.name for r in cx.analyze(model, targets=["a", "c"], fast=True).rows] == ["a", "c"]
+    assert [r.name for r in cx.analyze(model, ignore=["b"], fast=True).rows] == ["a", "c"]
+    assert [r.name for r in cx.analyze(model, targets="a*", fast=True).rows] == ["a"]
+    with pytest.raises(cx.InvalidOption, match=r"targets: no layer with weights matches 'encoder'; the nearest is"):
+        cx.analyze(model, targets="encoder")
 
 
 def test_table_fits_and_keeps_the_findings():

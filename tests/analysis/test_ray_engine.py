@@ -183,7 +183,7 @@ def run_inside_the_namespace(folder):
     ray.init(log_to_driver=False)
     outcome["nodes"] = sum(node["Alive"] for node in ray.nodes())
     record(outcome, "ray", model, bad)
-    cx.analyze(model, engine="local", include=["half", "gru*"], resume=kept)
+    cx.analyze(model, engine="local", targets=["half", "gru*"], resume=kept)
     outcome["resumed on ray"] = cx.analyze(model, engine="ray", resume=kept).to_json()
     outcome["resumed locally"] = cx.analyze(model, engine="local", resume=kept).to_json()
     outcome["kept"] = [json.loads(line)["row"]["name"] for line in kept.read_text().splitlines()]

@@ -80,10 +80,10 @@ def test_given_groups_are_used(pair):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"methods": ["Wonda"]}, "methods: expected some of magnitude, .* got 'Wonda'"),
+        ({"methods": ["Wonda"]}, "methods must be one of magnitude, .* got 'Wonda'"),
         ({"metric": "accurracy"}, "accurracy"),
         ({"metric": "accuracy"}, "needs a target"),
-        ({"targets": "none"}, "no linear layer or convolution matches"),
+        ({"targets": "none"}, "targets: no layer with weights matches 'none'"),
         ({"data": []}, "at least one sample"),
     ],
 )

@@ -162,7 +162,7 @@ def test_compress_within_a_tolerance(project, calibration, capsys):
     [
         (["--budget", "0"], "budget: expected a share of multiply-adds above 0"),
         (["--tolerance", "0.0001"], "cannot be shown with confidence 0.95"),
-        ([], "pass either budget= or blocks= or tolerance="),
+        ([], "pass exactly one of --budget, --blocks, --tolerance; got none of them"),
     ],
 )
 def test_compress_refuses_bad_options(project, calibration, arguments, message, capsys):
@@ -193,7 +193,7 @@ def test_reorganize_says_when_there_is_nothing_to_save(project, tmp_path, capsys
 @pytest.mark.parametrize(
     ("model", "arguments", "message"),
     [
-        ("nowhere", [], "expected a model folder, or package.module:factory"),
+        ("nowhere", [], "expected a model folder, package.module:factory or file.py:factory"),
         ("no_such_module:build", [], "ModuleNotFoundError"),
         ("{}:missing", [], "AttributeError"),
         ("{}:broken", [], "RuntimeError: no data"),

@@ -10,8 +10,8 @@ from torch import nn
 
 import crystallite as cx
 from crystallite.cli.main import main
-from crystallite.cli.validate import read_data
 from crystallite.core.errors import CrystalliteError
+from crystallite.data.files import read_data
 from crystallite.models.artifact import read_manifest
 from tests.helpers.block_models import block_linear
 
@@ -71,7 +71,8 @@ def test_levels_are_swept(files, capsys):
     command("model", small, "--data", folder / "data.npz", "--levels", 0.1, "percolation", "--json")
     points = json.loads(capsys.readouterr().out)["sweep"]["points"]
     assert sorted(str(point["level"]) for point in points) == ["0.1", "percolation"]
-    assert command("model", small, "--data", folder / "data.npz", "--levels", "many") == 2
+    with pytest.raises(SystemExit, match="2"):
+        command("model", small, "--data", folder / "data.npz", "--levels", "many")
     assert "--levels" in capsys.readouterr().err
 
 

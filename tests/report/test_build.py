@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from crystallite.cli.report import add_parser
+from crystallite.cli.main import main
 from crystallite.core.errors import CrystalliteError, InvalidOption
 from crystallite.report import report
 from tests.helpers.reports import HOSTILE, front_rows, monitor_rows, planted_blocks, sweep_rows
@@ -79,7 +79,6 @@ def test_notebooks_show_the_page_in_a_frame_of_its_own(full_report):
         ({"front": [{"name": "a"}]}, "front: row 0 needs name and quality"),
         ({"sweep": "sweep.json"}, "sweep: expected a list of rows, got str"),
         ({"monitor": [3]}, "monitor: row 0 needs step"),
-        ({"fast": True}, "every level"),
         ({"reorganized": nn.Linear(2, 2)}, "not made by reorganize"),
         ({"level": 2.0}, "level"),
     ],
@@ -119,18 +118,14 @@ def test_what_validation_returns_is_shown(planted):
 
 
 def test_the_command_writes_page_and_figures(tmp_path, capsys):
-    import argparse
 
     from safetensors.torch import save_file
 
     save_file({"layer.weight": planted_blocks(32, 32, 2)}, tmp_path / "model.safetensors")
     (tmp_path / "front.json").write_text(json.dumps(front_rows()))
-    parser = argparse.ArgumentParser()
-    add_parser(parser.add_subparsers())
     out, figures = tmp_path / "made" / "report.html", tmp_path / "figures"
     words = f"report {tmp_path}/model.safetensors --out {out} --figures {figures} --front {tmp_path}/front.json --json"
-    options = parser.parse_args([*words.split(), "--rule", "neyman", "--title", "Two blocks"])
-    assert options.run(options) == 0
+    assert main([*words.split(), "--rule", "neyman", "--title", "Two blocks"]) == 0
     written = json.loads(capsys.readouterr().out)
     assert "<title>Two blocks</title>" in out.read_text(encoding="utf-8")
     assert len(written["figures"]) == len(list(figures.iterdir())) > 3

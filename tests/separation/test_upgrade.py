@@ -224,7 +224,7 @@ def test_a_threshold_nobody_reaches_is_an_error():
         ({"null": "guess"}, "null must be"),
         ({"null": {}}, "no null for 0.weight"),
         ({"partition": "best"}, "partition must be"),
-        ({"targets": "nothing"}, "no layer to separate"),
+        ({"targets": "nothing"}, "no layer with weights matches"),
         ({"loss": F.cross_entropy}, "needs batches"),
         ({"data": []}, "at least one sample"),
     ],

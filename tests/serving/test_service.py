@@ -216,7 +216,7 @@ def test_a_version_that_may_not_be_served_changes_nothing(tmp_path):
 
 
 def test_engines(folder):
-    with pytest.raises(cx.InvalidOption, match="expected local or ray, got 'dask'"):
+    with pytest.raises(cx.InvalidOption, match="engine must be one of local, ray, got 'dask'"):
         Service.load(folder, engine="dask")
 
 

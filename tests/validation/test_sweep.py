@@ -175,7 +175,7 @@ def test_validate_sweeps_with_the_options_of_the_model():
         ({"levels": [2.0]}, "level must be a number"),
         ({"rule": "all"}, "rule must be"),
         ({"random_walk": None}, "needs the random-walk test"),
-        ({"targets": "nothing"}, "no layer to anneal"),
+        ({"targets": "nothing"}, "no layer with weights matches 'nothing'"),
     ],
 )
 def test_bad_options_are_refused(options, message):

@@ -7,7 +7,6 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from crystallite.analysis.verdict import model_verdict
 from crystallite.annealing.neyman import CORRECTIONS, resolve_level
 from crystallite.annealing.random_walk import METHODS
 from crystallite.core.errors import InvalidOption
+from crystallite.core.suggest import check_choice, matching, suggest_keywords
 from crystallite.weights.checkpoint import Checkpoint, open_checkpoint
 from crystallite.weights.layers import Layer, recognise
 
@@ -89,6 +89,7 @@ class Analysis:
         return self.to_pandas().drop(columns=["profile"], errors="ignore").to_html() + f"<p>{escape(self.verdict)}</p>"
 
 
+@suggest_keywords
 def analyze(
     source: torch.nn.Module | Mapping[str, Any] | str | os.PathLike[str],
     *,
@@ -98,8 +99,8 @@ def analyze(
     random_walk: str = "calibrated",
     rule: str = "both",
     fast: bool = False,
-    include: str | Sequence[str] = ("*",),
-    exclude: str | Sequence[str] = (),
+    targets: str | Sequence[str] = ("*",),
+    ignore: str | Sequence[str] = (),
     resume: str | os.PathLike[str] | None = None,
     engine: str = "local",
     progress: bool = False,
@@ -110,26 +111,40 @@ def analyze(
     the two tests keep, the blocks this leaves, the blocks at every other level, the hubs, and what the same numbers in
     random places would give; then a verdict in words, which may be that there is no block structure.
 
-    - `null`: "auto" believes an initialisation only if it explains the bulk of a matrix, else it measures the bulk;
-      "init" always takes what PyTorch, or the model's config, draws for such a layer; "empirical" always measures.
-    - `level`, `correction`, `random_walk`, `rule`: as for `anneal`.
-    - `fast`: only the tests and the blocks at the one level.
-    - `include`, `exclude`: a pattern of layer names, or several (`*.intermediate.*`).
-    - `resume`: a file that keeps each finished matrix; after an interruption the same call goes on from there.
-    - `engine`: "local", or "ray" to spread the layers of a checkpoint on disk over a Ray cluster. Same results.
-
     Tensors are read one at a time where the format allows it, so memory stays near the largest of them.
 
-    >>> _ = torch.manual_seed(0)
-    >>> analyze(torch.nn.Linear(64, 32)).verdict
-    'No exact block structure: 1 of 1 not distinguishable from its initialisation.'
+    Args:
+        source: a module, a state dict, a checkpoint file or a Hugging Face folder.
+        null: "auto" believes an initialisation only if it explains the bulk of a matrix, else it measures the bulk;
+            "init" always takes what PyTorch, or the model's config, draws for such a layer; "empirical" always
+            measures.
+        level, correction, random_walk, rule: as for `anneal`.
+        fast: only the tests and the blocks at the one level.
+        targets, ignore: a pattern of layer names, or several (`*.intermediate.*`).
+        resume: a file that keeps each finished matrix; after an interruption the same call goes on from there.
+        engine: "local", or "ray" to spread the layers of a checkpoint on disk over a Ray cluster. Same results.
+        progress: a bar on standard error.
+
+    Returns:
+        An `Analysis`: one row per matrix, what was left out, and the verdict.
+
+    Raises:
+        InvalidOption: an option outside the values it may take, or a pattern that matches no layer; it names the
+            nearest.
+        CheckpointError: a file that cannot be read as weights.
+
+    Examples:
+        >>> _ = torch.manual_seed(0)
+        >>> analyze(torch.nn.Linear(64, 32)).verdict
+        'No exact block structure: 1 of 1 not distinguishable from its initialisation.'
     """
     options = Options(null, level, correction, random_walk, rule, fast)
     _check(options, engine)
     with open_checkpoint(source) as checkpoint:
         layers = recognise(checkpoint)
         skipped = {layer.name: layer.reason for layer in layers if layer.kind == "skipped"}
-        wanted = _matching([layer for layer in layers if layer.kind != "skipped"], include, exclude)
+        usable = {layer.name: layer for layer in layers if layer.kind != "skipped"}
+        wanted = [usable[name] for name in matching(usable, targets, ignore)]
         store = _Store(resume, checkpoint, wanted, options)
         missing = [layer for layer in wanted if layer.name not in store.rows]
         bar = tqdm(total=len(wanted), initial=len(wanted) - len(missing), unit="matrix", disable=not progress)
@@ -139,20 +154,6 @@ def analyze(
                 bar.set_postfix_str(row.name[-30:], refresh=False)
                 bar.update()
         return Analysis(checkpoint.source, [store.rows[layer.name] for layer in wanted], skipped, options)
-
-
-def _matching(layers: list[Layer], include: str | Sequence[str], exclude: str | Sequence[str]) -> list[Layer]:
-    """The layers whose name some pattern of `include` and none of `exclude` matches."""
-    taken, left = ([p] if isinstance(p, str) else list(p) for p in (include, exclude))
-    found = [
-        layer
-        for layer in layers
-        if any(fnmatch(layer.name, p) for p in taken) and not any(fnmatch(layer.name, p) for p in left)
-    ]
-    if layers and not found:
-        names = ", ".join(layer.name for layer in layers[:5])
-        raise InvalidOption(f"no layer matches include {taken} and exclude {left}; there are {names} …")
-    return found
 
 
 def _check(options: Options, engine: str) -> None:
@@ -166,8 +167,7 @@ def _check(options: Options, engine: str) -> None:
         ("engine", engine, ("local", "ray")),
     ]
     for name, value, values in accepted:
-        if value not in values:
-            raise InvalidOption(f"{name} must be one of {', '.join(map(str, values))}, got {value!r}")
+        check_choice(name, value, values)
 
 
 def _rows(

@@ -18,6 +18,7 @@ from crystallite.annealing.neyman import neyman_level, resolve_level
 from crystallite.annealing.random_walk import METHODS, RandomWalk, random_walk_test
 from crystallite.core.arrays import Magnitudes, magnitudes
 from crystallite.core.errors import InvalidMatrix, InvalidOption
+from crystallite.core.suggest import suggest_keywords
 
 __all__ = ["Annealing", "anneal"]
 
@@ -198,6 +199,7 @@ def anneal(
     rule: str = ...,
     name: str = ...,
 ) -> Annealing: ...
+@suggest_keywords
 def anneal(
     w: Any,
     null: Any = "auto",

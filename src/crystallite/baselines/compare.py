@@ -20,6 +20,7 @@ from crystallite.baselines.pruning import find_removable, pruned
 from crystallite.baselines.shapes import decomposed, random_blocks
 from crystallite.baselines.torch_pruning import pruned_by_graph
 from crystallite.core.errors import CrystalliteError, InvalidOption
+from crystallite.core.suggest import check_choice, suggest_keywords
 from crystallite.data.batch import Batch, batches, evaluating
 from crystallite.data.calibration import Calibration
 from crystallite.data.outputs import main_output, tensors
@@ -67,6 +68,7 @@ class Row:
         return asdict(self)
 
 
+@suggest_keywords
 def compare(
     model: nn.Module,
     small: nn.Module,
@@ -83,33 +85,43 @@ def compare(
 ) -> list[Row]:
     """A row for the dense model, one for the smaller model, and one for each other method at the smaller one's cost.
 
-    - `small`: what `compress(model, budget=…)` returned; others may keep as many multiply-adds as it has, random
-      blocks, which come in whole numbers, 3 % more.
-    - `data`, `metric`: to judge by, as for `validate`; also "cosine" or "agreement" (equal argmax) with the dense
-      model, which need no targets. None: accuracy where targets are whole numbers, else the cosine. The first batch is
-      timed, on as many threads as PyTorch uses, all models in turns.
-    - `calibration`: batches of inputs, for the Wanda score.
-    - `methods`: names from `METHODS`; None: all. ONNX Runtime has no fewer multiply-adds, and is what a CPU user would
-      pick instead. No method trains.
-    - `groups`: neurons that pruning may take out; None: those that `find_removable` finds.
-    - `beside`: other models to measure along with these, by name.
-    - `targets`, `ignore`: patterns of layer names, as they were when `small` was made.
-
     A method that does not apply, fails, or whose package is missing has a row that says why.
 
-    >>> from crystallite import compress
-    >>> _ = torch.manual_seed(0)
-    >>> model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 8))
-    >>> x = torch.randn(400, 16)
-    >>> small = compress(model, budget=0.5, calibration=x)
-    >>> rows = compare(model, small, x, calibration=x, methods=["magnitude", "SVD"])
-    >>> [(row.name, row.share <= 0.5) for row in rows]
-    [('dense', False), ('fitted', True), ('magnitude', True), ('SVD', True)]
+    Args:
+        model: the dense model.
+        small: what `compress(model, budget=…)` returned; others may keep as many multiply-adds as it has, random
+            blocks, which come in whole numbers, 3 % more.
+        data, metric: to judge by, as for `validate`; also "cosine" or "agreement" (equal argmax) with the dense model,
+            which need no targets. None: accuracy where targets are whole numbers, else the cosine. The first batch is
+            timed, on as many threads as PyTorch uses, all models in turns.
+        calibration: batches of inputs, for the Wanda score.
+        methods: names from `METHODS`; None: all. ONNX Runtime has no fewer multiply-adds, and is what a CPU user would
+            pick instead. No method trains.
+        groups: neurons that pruning may take out; None: those that `find_groups` finds.
+        beside: other models to measure along with these, by name.
+        targets, ignore: patterns of layer names, as they were when `small` was made.
+        seed: of random blocks.
+
+    Returns:
+        A row for each model and method.
+
+    Raises:
+        InvalidOption: an option outside the values it may take, or a pattern that matches no layer; it names the
+            nearest.
+
+    Examples:
+        >>> from crystallite import compress
+        >>> _ = torch.manual_seed(0)
+        >>> model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 8))
+        >>> x = torch.randn(400, 16)
+        >>> small = compress(model, budget=0.5, calibration=x)
+        >>> rows = compare(model, small, x, calibration=x, methods=["magnitude", "SVD"])
+        >>> [(row.name, row.share <= 0.5) for row in rows]
+        [('dense', False), ('fitted', True), ('magnitude', True), ('SVD', True)]
     """
     chosen = list(METHODS if methods is None else methods)
-    unknown = [name for name in chosen if name not in METHODS]
-    if unknown:
-        raise InvalidOption(f"methods: expected some of {', '.join(METHODS)}, got {unknown[0]!r}")
+    for name in chosen:
+        check_choice("methods", name, list(METHODS))
     judged = list(batches(data))
     measure = _measure(metric, judged[0])
     dense, small = copy.deepcopy(model).eval(), copy.deepcopy(small).eval()

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from crystallite.cli.running import print_result
 from crystallite.core.errors import CrystalliteError, InvalidOption
 from crystallite.models.artifact import load as load_artifact
 from crystallite.models.opening import open_model
@@ -34,56 +35,17 @@ from crystallite.serving.service import Service
 from crystallite.serving.signature import DATATYPES, Signature
 from crystallite.validation.verdict import text_table
 
-__all__ = ["add_parser", "best_quantile", "compared", "forward_seconds", "row", "run", "service_of"]
-
-_EXAMPLE = """\
-example:
-  crystallite bench --serve small --dense
-  crystallite bench --serve small --clients 50 --batch 8 --seconds 20 --json
-
-Clients are connections of another process on this machine; each asks again as soon as it is answered.
-"""
+__all__ = ["best_quantile", "compared", "forward_seconds", "row", "run", "service_of"]
 
 
-def add_parser(commands: Any) -> tuple[argparse.ArgumentParser, Any]:
-    """Add the command to the others; it, and the group of what can be measured, of which one must be named."""
-    parser = commands.add_parser(
-        "bench",
-        help="how fast a saved model answers, or how a fitted one compares with other methods",
-        description="Measure a model on this machine: as a service under load, or beside other methods.",
-        epilog=_EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--serve", type=Path, metavar="FOLDER", help="load on a server of what reorganize wrote")
-    parser.add_argument(
-        "--batch", type=int, metavar="N", help="samples per request, or timed at once (default: 1 or 32)"
-    )
-    parser.add_argument("--json", action="store_true", help="everything as JSON on standard output")
-    serving = parser.add_argument_group("with --serve")
-    serving.add_argument("--dense", action="store_true", help="also the dense model behind the same server")
-    serving.add_argument("--clients", type=int, default=20, metavar="N", help="connections (default: 20)")
-    serving.add_argument(
-        "--seconds", type=float, default=6.0, help="of load on each server, in three rounds (default: 6)"
-    )
-    serving.add_argument(
-        "--rounds", type=int, default=3, metavar="N", help="in which servers take turns; the best counts (default: 3)"
-    )
-    serving.add_argument("--max-batch", type=int, default=Limits().max_batch, help="samples computed together")
-    serving.add_argument("--original", metavar="MODEL", help="package.module:factory, for a model with its own code")
-    serving.add_argument("--shape", nargs="+", type=int, metavar="N", help="of a sample, where no first layer says it")
-    parser.set_defaults(run=run)
-    return parser, what
-
-
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace, given: Mapping[str, Any]) -> int:
     """Print what the servers answered; 0."""
     options.batch = 1 if options.batch is None else options.batch
     for name in ("clients", "batch", "seconds", "rounds"):
         if not 0 < getattr(options, name) < 1e5:
             raise InvalidOption(f"--{name}: expected more than 0, got {getattr(options, name)}")
-    limits = Limits(max_batch=options.max_batch)
-    shape = None if options.shape is None else tuple(options.shape)
+    limits = Limits(max_batch=given["max_batch"]) if "max_batch" in given else Limits()
+    shape = tuple(given["shape"]) if "shape" in given else None
     into = None if options.original is None else open_model(options.original, None)
     models = {"reorganized": load_artifact(options.serve, into).eval()}
     if options.dense:
@@ -107,13 +69,10 @@ def run(options: argparse.Namespace) -> int:
             }
             for name, model in models.items()
         ]
-    if options.json:
-        print(json.dumps(rows, indent=1))
-        return 0
     load = f"{options.clients} clients × batch {options.batch}, {options.seconds:g} s"
-    print(f"{load}, the best of {options.rounds} rounds; HTTP with binary tensors")
+    title = f"{load}, the best of {options.rounds} rounds; HTTP with binary tensors"
     shown = [[f"{v:.4g}" if isinstance(v, float) else str(v) for v in found.values()] for found in rows]
-    print("\n".join(text_table([list(rows[0]), *shown])))
+    print_result("\n".join([title, *text_table([list(rows[0]), *shown])]), rows, options)
     return 0
 
 

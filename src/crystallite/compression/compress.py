@@ -28,6 +28,7 @@ from crystallite.compression.recurrent import ExpandedLayer, collapse_recurrent,
 from crystallite.compression.sequential import fit_layers_, fitted_operator
 from crystallite.compression.session import Session
 from crystallite.core.errors import InvalidOption
+from crystallite.core.suggest import check_choice, suggest_keywords
 from crystallite.data.batch import check_repeatable, evaluating
 from crystallite.data.calibration import Calibration
 from crystallite.data.outputs import equal_up_to_rounding, tensors
@@ -58,6 +59,7 @@ OBJECTIVES = ("macs", "parameters", "latency", "int8")
 _LESS = 0.995  # of the share allotted before, where the result was above the budget
 
 
+@suggest_keywords
 def compress(
     model: nn.Module,
     calibration: Any,
@@ -79,46 +81,61 @@ def compress(
 ) -> nn.Module:
     """A copy of the model whose layers are smaller operators that compute nearly the same.
 
-    - `budget`: the share of the layers' multiply-adds to keep, between 0 and 1, counted as often as a weight is used: a
-      convolution's at every place. Each linear layer, convolution or recurrent network becomes what adds least output
-      error: fewer hidden neurons or channels, two layers of low rank, blocks, or it stays dense; all are ordinary small
-      layers wherever possible. How much of a layer can go is judged by held-out samples.
-    - `blocks`: instead of a budget, every linear layer as this many independent blocks.
-    - `joint`: with `blocks`, one partition through consecutive layers, so that they split into subnetworks.
-    - `tolerance`: instead of a budget, the cheapest one whose risk is at most this with the given `confidence` on data
-      like the calibration data; refused where it cannot be shown. `risk`: "deviation", the mean of ‖y′ − y‖ / ‖y‖ (at
-      most 1) over samples, or "disagreement", the share of other decisions (argmax). See `compression/guarantee.py`.
-    - `calibration`: batches of inputs as for `validate`; a few times as many samples (or tokens) as the widest layer
-      has inputs. The last fifth judges and is not fitted on. Of a large set the first 32,768 (more for layers
-      of more than 2,048 inputs) are fitted on; polishing learns from all of it. Targets are not used.
-    - `objective`: what the budget is a share of: "macs", multiply-adds; "parameters"; "latency", the measured time that
-      the layers take for the first batch, on this machine and its threads; or "int8", the time that they take in ONNX
-      Runtime once they are exported with 8-bit weights.
-    - `polish_steps`: so many steps of training inside the structure afterwards, to return what the dense model returns;
-      the best state by held-out error is kept. `checkpoint`: a folder for its state; called again after an
-      interruption, training goes on from there to the result it would have had.
-    - `ridge`: how strongly weights are pulled to the original ones, relative to the mean variance of the inputs.
-    - `targets`, `ignore`: a pattern of layer names, or several.
-
     Error is measured on everything the model returns: wrap a model of which only a part is used, so that it returns
     that part alone. `cx.summary` says what each layer became and its held-out error. Other kinds of layers, tied
     weights and layers that run several times in a call are left alone, and the summary says why.
 
-    >>> import torch
-    >>> _ = torch.manual_seed(0)
-    >>> model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 8))
-    >>> with torch.no_grad():
-    ...     model[2].weight[:, 16:] = 0  # 48 of 64 hidden neurons do nothing
-    >>> x = torch.randn(400, 16)
-    >>> small = compress(model, x, budget=0.25)
-    >>> small
-    Sequential(
-      (0): Linear(in_features=16, out_features=16, bias=True)
-      (1): ReLU()
-      (2): Linear(in_features=16, out_features=8, bias=True)
-    )
-    >>> torch.allclose(small(x), model(x), atol=1e-4)
-    True
+    Args:
+        model: the model; it is not changed.
+        budget: the share of the layers' multiply-adds to keep, between 0 and 1, counted as often as a weight is used: a
+            convolution's at every place. Each linear layer, convolution or recurrent network becomes what does least
+            damage: fewer hidden neurons or channels, two layers of low rank, blocks, or it stays dense; all are
+            ordinary small layers wherever possible. How much of a layer can go is judged by held-out samples.
+        blocks: instead of a budget, every linear layer as this many independent blocks.
+        joint: with `blocks`, one partition through consecutive layers, so that they split into subnetworks.
+        tolerance: instead of a budget, the cheapest one whose risk is at most this on data like the calibration data;
+            refused where it cannot be shown. See `compression/guarantee.py`.
+        confidence: with which the tolerance must be shown.
+        risk: "deviation", the mean of ‖y′ − y‖ / ‖y‖ (at most 1) over samples, or "disagreement", the share of other
+            decisions (argmax).
+        calibration: batches of inputs as for `validate`; a few times as many samples (or tokens) as the widest layer
+            has inputs. The last fifth judges and is not fitted on. Of a large set the first 32,768 (more for layers of
+            more than 2,048 inputs) are fitted on; polishing learns from all of it. Targets are not used.
+        objective: what the budget is a share of: "macs", multiply-adds; "parameters"; "latency", the measured time that
+            the layers take for the first batch, on this machine and its threads; or "int8", the time that they take in
+            ONNX Runtime once they are exported with 8-bit weights.
+        polish_steps: so many steps of training inside the structure afterwards, to return what the dense model returns;
+            the best state by held-out error is kept.
+        checkpoint: a folder for the state of polishing; called again after an interruption, training goes on from there
+            to the result it would have had.
+        ridge: how strongly weights are pulled to the original ones, relative to the mean variance of the inputs.
+        targets, ignore: a pattern of layer names, or several.
+        seed: of everything that is drawn at random.
+        progress: a bar on standard error.
+
+    Returns:
+        A model with the interface of the original and smaller layers.
+
+    Raises:
+        InvalidOption: an option outside the values it may take, options that do not go together, a pattern that matches
+            no layer, or a tolerance that cannot be shown.
+
+    Examples:
+        >>> import torch
+        >>> _ = torch.manual_seed(0)
+        >>> model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 8))
+        >>> with torch.no_grad():
+        ...     model[2].weight[:, 16:] = 0  # 48 of 64 hidden neurons do nothing
+        >>> x = torch.randn(400, 16)
+        >>> small = compress(model, x, budget=0.25)
+        >>> small
+        Sequential(
+          (0): Linear(in_features=16, out_features=16, bias=True)
+          (1): ReLU()
+          (2): Linear(in_features=16, out_features=8, bias=True)
+        )
+        >>> torch.allclose(small(x), model(x), atol=1e-4)
+        True
     """
     _check(model, budget, blocks, joint, tolerance, objective, ridge, polish_steps, checkpoint)
     if tolerance is not None:
@@ -173,8 +190,7 @@ def _check(
         raise InvalidOption(f"blocks: expected an integer of at least 2, got {blocks!r}")
     if joint and blocks is None:
         raise InvalidOption("joint=True needs blocks=: the number of subnetworks")
-    if objective not in OBJECTIVES:
-        raise InvalidOption(f"objective: expected one of {', '.join(OBJECTIVES)}, got {objective!r}")
+    check_choice("objective", objective, OBJECTIVES)
     if objective != "macs" and blocks is not None:
         raise InvalidOption("objective= says what a budget is a share of: pass budget= or tolerance= with it")
     if not ridge > 0:

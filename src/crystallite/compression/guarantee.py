@@ -18,6 +18,7 @@ from scipy.stats import binom
 from torch import Tensor, nn
 
 from crystallite.core.errors import InvalidOption
+from crystallite.core.suggest import check_choice
 from crystallite.data.batch import Batch
 from crystallite.data.calibration import Calibration
 from crystallite.data.outputs import tensors
@@ -127,8 +128,7 @@ def check_tolerance(tolerance: float, confidence: float, risk: str) -> None:
         raise InvalidOption(f"tolerance: expected a number between 0 and 1, got {tolerance!r}")
     if not 0 < confidence < 1:
         raise InvalidOption(f"confidence: expected a number between 0 and 1, got {confidence!r}")
-    if risk not in RISKS:
-        raise InvalidOption(f"risk: expected {' or '.join(map(repr, RISKS))}, got {risk!r}")
+    check_choice("risk", risk, list(RISKS))
 
 
 def set_aside(data: Calibration, seed: int) -> tuple[Calibration, tuple[Batch, ...]]:

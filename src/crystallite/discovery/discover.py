@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
+from crystallite.core.suggest import suggest_keywords
 from crystallite.discovery.energy import jacobian_energy
 from crystallite.discovery.modules import Modules
 from crystallite.partitioning.coclustering import agreement, assign, cocluster
@@ -17,6 +18,7 @@ _RESAMPLES = 10
 _NEGLIGIBLE = 0.03  # of an output's variance; what all dormant inputs together may explain
 
 
+@suggest_keywords
 def discover(model: nn.Module, data: Any, samples: int = 1500) -> Modules:
     """The functional modules of a model: which of its outputs listen to which of its inputs, through which neurons.
 
@@ -24,22 +26,32 @@ def discover(model: nn.Module, data: Any, samples: int = 1500) -> Modules:
     an input explains, is co-clustered by the singular vectors of √J². The number of modules may well be 1: a split is
     proposed only where the spectrum has a gap that single-task networks do not show (benchmarks/discovery.py).
 
-    data: batches as for `validate`; labels are not used. The inputs are the
-    first floating-point tensor, flattened; the outputs are the last axis of the logits (or of the first tensor that the
-    model returns). Samples should look as if drawn from what the model will see: tasks whose inputs always change
-    together cannot be told apart.
+    The inputs are the first floating-point tensor, flattened; the outputs are the last axis of the logits (or of the
+    first tensor that the model returns). The model is run in evaluation mode and left as it was. One backward pass per
+    output and batch. Results do not depend on chance: bootstrap weights are drawn from a fixed seed.
 
-    The model is run in evaluation mode and left as it was. One backward pass per output and batch. Results do not
-    depend on chance: bootstrap weights are drawn from a fixed seed.
+    Args:
+        model: the model; it is left as it was.
+        data: batches as a `DataLoader` gives them, or one tensor, dict or tuple; labels are not used. Samples should
+            look as if drawn from what the model will see: tasks whose inputs always change together cannot be
+            separated.
+        samples: how many of them are used at most.
 
-    >>> import torch
-    >>> model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
-    >>> first, second = torch.tensor([0, 1, 0, 1]), torch.tensor([0, 1])  # two parts that share nothing
-    >>> model[0].weight.data = (first[:, None] == first).float()
-    >>> model[2].weight.data = (second[:, None] == first).float()
-    >>> found = discover(model, torch.randn(100, 4))
-    >>> found.k, found.inputs.tolist(), found.hidden["0"].tolist(), found.outputs.tolist()
-    (2, [0, 1, 0, 1], [0, 1, 0, 1], [0, 1])
+    Returns:
+        The `Modules`, possibly one: for every input, hidden neuron and output, which module it belongs to.
+
+    Raises:
+        InvalidOption: fewer than two samples, or data or outputs that are not as above.
+
+    Examples:
+        >>> import torch
+        >>> model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+        >>> first, second = torch.tensor([0, 1, 0, 1]), torch.tensor([0, 1])  # two parts that share nothing
+        >>> model[0].weight.data = (first[:, None] == first).float()
+        >>> model[2].weight.data = (second[:, None] == first).float()
+        >>> found = discover(model, torch.randn(100, 4))
+        >>> found.k, found.inputs.tolist(), found.hidden["0"].tolist(), found.outputs.tolist()
+        (2, [0, 1, 0, 1], [0, 1, 0, 1], [0, 1])
     """
     energy = jacobian_energy(model, data, samples, _RESAMPLES, hidden=True)
     found = cocluster(strength(energy.inputs))

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from crystallite.core.errors import CrystalliteError, InvalidOption
+from crystallite.core.suggest import suggest_keywords
 from crystallite.data.batch import Batch, batches, evaluating
 from crystallite.data.outputs import ROUNDING, tensors
 from crystallite.models.swap import put_
@@ -53,16 +54,26 @@ class Exported:
         )
 
 
+@suggest_keywords
 def export(
     model: nn.Module, path: str | os.PathLike[str], data: Any, *, int8: bool = False, max_deviation: float = 0.1
 ) -> Exported:
     """Write a model as ONNX, all of it or nothing, and say how near ONNX Runtime comes to it on some data.
 
-    - `data`: batches as for `validate`; the first is what the model is traced with. Targets are not used.
-    - `int8`: weights of linear layers as 8-bit integers, one scale per output; activations are quantised as they come.
-    - `max_deviation`: refused where int8 is further away than this. Floating point may differ by rounding only.
-
     Fitted layers are smaller dense products, so ONNX Runtime runs and quantises them like any other.
+
+    Args:
+        model: the model; it is left as it was.
+        path: a file that ends in .onnx.
+        data: batches as for `validate`; the first is what the model is traced with. Targets are not used.
+        int8: weights of linear layers as 8-bit integers, one scale per output; activations are quantised as they come.
+        max_deviation: refused where int8 is further away than this. Floating point may differ by rounding only.
+
+    Returns:
+        What was written, and how near ONNX Runtime comes to the model on the data.
+
+    Raises:
+        InvalidOption: a package is missing, or the file would deviate by more than is allowed; nothing is written then.
     """
     target = Path(path)
     if target.suffix != ".onnx":
@@ -81,7 +92,7 @@ def export(
         if not found[0] <= limit:
             raise InvalidOption(
                 f"{target}: not written: in ONNX Runtime its outputs deviate by {found[0]:.3g}, at most {limit:g} "
-                f"is allowed{'; raise max_deviation, or export without int8' if int8 else ''}"
+                f"is allowed{'; raise max_deviation=, or export without int8=True' if int8 else ''}"
             )
         size = file.stat().st_size
         file.replace(target)

@@ -26,6 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from crystallite.core.errors import CheckpointError, InvalidOption
+from crystallite.core.suggest import suggest_keywords
 from crystallite.models.description import OPERATORS, build, check_indices, describe_parts, replace
 from crystallite.models.manifest import (
     CONFIG,
@@ -47,6 +48,7 @@ from crystallite.weights.checkpoint import Checkpoint, open_checkpoint
 __all__ = ["LoadedBlock", "load", "load_block", "load_mapped", "save", "without_weights"]
 
 
+@suggest_keywords
 def save(
     model: nn.Module,
     path: str | os.PathLike[str],
@@ -57,12 +59,19 @@ def save(
 ) -> Path:
     """Write a reorganized model to a new folder, all of it or nothing; returns the folder.
 
-    - `source`: the model it was made from, or its file or folder; the manifest keeps a hash of its weights.
-    - `metadata`: plain JSON values that are kept in the manifest.
-    - `files`: the folder of the transformers model it was made from, of which all but the weights is copied: the
-      tokenizer, and whatever else lies there.
-
     A folder that exists already is not touched.
+
+    Args:
+        model: what `reorganize`, `compress` or `upgrade` returned.
+        path: the new folder.
+        source: the model it was made from, or its file or folder; the manifest keeps a hash of its weights.
+        metadata: plain JSON values that are kept in the manifest.
+
+    Returns:
+        The folder.
+
+    Raises:
+        InvalidOption: the folder exists, or the model holds nothing that could be loaded again.
     """
     target = Path(path)
     if target.exists():
@@ -108,6 +117,7 @@ def save(
     return target
 
 
+@suggest_keywords
 def load(path: str | os.PathLike[str], into: nn.Module | None = None) -> nn.Module:
     """The model that `save` wrote, or `save_pretrained` of a reorganized transformers model.
 
@@ -116,6 +126,16 @@ def load(path: str | os.PathLike[str], into: nn.Module | None = None) -> nn.Modu
     `into=` an instance of the original, which is not changed: a copy of it gets the modules and weights that were
     saved. Nothing of the original's weights is copied, but buffers that no state dict holds are its own. Parameters are
     frozen as they were.
+
+    Args:
+        path: the folder.
+        into: an instance of the original, for a model with code of its own.
+
+    Returns:
+        The model, with what was done to it as its record.
+
+    Raises:
+        CheckpointError: a folder that is damaged, hostile or not of this format.
     """
     check_weights(path)
     return _opened(Path(path), into, mapped=False)

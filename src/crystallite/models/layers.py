@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, nn
 
+from crystallite.core.suggest import matching
 from crystallite.models.record import LayerChange, OperatorRecord
 
 __all__ = [
@@ -85,10 +85,8 @@ def find_units(model: nn.Module, targets: Sequence[str], ignore: Sequence[str]) 
     """
     places = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
     owners = Counter(id(p) for module in model.modules() for p in module._parameters.values())
-    units, seen = [], set[int]()
+    units, seen = dict[str, Unit](), set[int]()
     for name, module in model.named_modules():
-        if not any(fnmatchcase(name, p) for p in targets) or any(fnmatchcase(name, p) for p in ignore):
-            continue
         unit = Unit(name, module, "linear" if is_transformers_conv1d(module) else _KINDS.get(type(module), "other"))
         is_layer = isinstance(module, (*_KINDS, nn.MultiheadAttention)) or not any(True for _ in module.children())
         if not unit.weights or not is_layer:
@@ -96,8 +94,8 @@ def find_units(model: nn.Module, targets: Sequence[str], ignore: Sequence[str]) 
         tied = any(owners[id(p)] > 1 for p in module.parameters(recurse=False))
         earlier = sum(p.numel() for p in module.parameters() if id(p) in seen)
         seen |= {id(p) for p in module.parameters()}
-        units.append(replace(unit, reason=_why_left_alone(unit, tied, places[id(module)] > 1), tied=earlier))
-    return units
+        units[name] = replace(unit, reason=_why_left_alone(unit, tied, places[id(module)] > 1), tied=earlier)
+    return [units[name] for name in matching(units, targets, ignore)]
 
 
 def _why_left_alone(unit: Unit, tied: bool, reused: bool) -> str:

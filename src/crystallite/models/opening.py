@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
+import importlib.util
 import os
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -34,20 +37,45 @@ def open_model(source: str, weights: Path | None) -> nn.Module:
 
 
 def _from_code(source: str) -> nn.Module:
-    module_name, _, factory_name = source.partition(":")
-    if not all(part.isidentifier() for part in [*module_name.split("."), *factory_name.split(".")]):
-        raise InvalidOption(f"{source}: expected a model folder, or package.module:factory")
-    sys.path.insert(0, os.getcwd())  # as python -m has it
+    """What `package.module:factory` or `file.py:factory` returns."""
+    place, _, factory_name = source.rpartition(":")
+    file = Path(place) if place.endswith(".py") else None
+    named = factory_name.split(".") if file else [*place.split("."), *factory_name.split(".")]
+    if not all(part.isidentifier() for part in named):
+        expected = "expected a model folder, package.module:factory or file.py:factory"
+        raise InvalidOption(f"{source}: {expected}")
+    if file is not None and not file.is_file():
+        raise InvalidOption(f"{source}: no file {file}")
+    folder = str(file.resolve().parent) if file else os.getcwd()  # the current one, as python -m has it
+    sys.path.insert(0, folder)
     try:
-        factory: Any = importlib.import_module(module_name)
+        factory: Any = importlib.import_module(place) if file is None else _module_of(file)
         for part in factory_name.split("."):
             factory = getattr(factory, part)
         model = factory()
     except Exception as error:  # whatever the user's code raises
         raise InvalidOption(f"{source}: {type(error).__name__}: {error}") from error
+    finally:
+        if file is not None:  # what stands beside the file is importable while it loads, and not longer
+            sys.path.remove(folder)
     if not isinstance(model, nn.Module):
         raise InvalidOption(f"{source}: expected a function that returns an nn.Module, got {type(model).__name__}")
     return model
+
+
+def _module_of(file: Path) -> ModuleType:
+    """A file of the user's as a module, under a name that no other module has."""
+    name = f"_crystallite_{file.stem}_{hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:8]}"
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None  # .py is a kind of file that Python knows
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses and pickle look it up there
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
 
 
 def _fill(model: nn.Module, file: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from crystallite.core.suggest import suggest_keywords
 from crystallite.models.record import CompressedOptions, LayerChange, Record, record
 from crystallite.operators.chain import BlockChain
 from crystallite.operators.conv import BlockConv
@@ -77,12 +78,24 @@ class Summary:
         return "\n".join([self.table(), "", total, *([self.order] if self.order else []), *self.notes])
 
 
+@suggest_keywords
 def summary(model: nn.Module) -> Summary:
     """What `reorganize`, `compress` or `upgrade` did to a model.
 
-    >>> summary(nn.Linear(2, 2))
-    Traceback (most recent call last):
-    crystallite.core.errors.InvalidOption: this model was not made by reorganize, compress or upgrade; pass their result
+    Args:
+        model: what one of them returned.
+
+    Returns:
+        A `Summary`, which prints as a table: one line for each layer, and the cost before and after.
+
+    Raises:
+        InvalidOption: a model that none of them made.
+
+    Examples:
+        >>> summary(nn.Linear(2, 2))
+        Traceback (most recent call last):
+        crystallite.core.errors.InvalidOption: this model was not made by reorganize, compress or upgrade; pass their
+        result
     """
     found = record(model)
     notes = tuple(_notes(found.options)) if isinstance(found.options, CompressedOptions) else ()

@@ -1,4 +1,8 @@
-"""`register_reader`: transformers learns of reorganized models when it is loaded. Imports neither it nor torch."""
+"""Make `from_pretrained` understand models that crystallite wrote, without importing transformers or torch for it.
+
+transformers has no entry points for quantizers: whoever wants to be known must call `register_quantizer` after it has
+been imported. So the one module that keeps the list is watched for, and ours is added when it has been loaded.
+"""
 
 from __future__ import annotations
 
@@ -25,17 +29,13 @@ def register_reader() -> None:
 
 
 def _register(readers: ModuleType) -> None:
-    from crystallite.models.transformers_folder import register_with
+    from crystallite.models.transformers_folder import register_with  # needs torch, which transformers has by now
 
     register_with(readers)
 
 
 class _WhenLoaded(MetaPathFinder, Loader):
-    """Finds the module with the list of readers where the others find it, and adds ours when it has been loaded.
-
-    transformers has no entry points: its public hook, the decorator `register_quantizer`, can be called only once
-    transformers is loaded, which takes seconds that whoever does not use it should not wait for.
-    """
+    """Finds the module with the list of readers where the others find it, and adds ours when it has been loaded."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

@@ -10,6 +10,7 @@ from typing import Any, Self
 from torch import nn
 
 from crystallite.core.errors import CrystalliteError, InvalidOption
+from crystallite.core.suggest import suggest_keywords
 from crystallite.monitoring.journal import Journal
 from crystallite.monitoring.measures import (
     MODEL,
@@ -33,30 +34,37 @@ class StructureMonitor:
 
     Call `step` after every optimizer step; it looks at the model when it is time to, and returns the rows or None.
 
-    - `batch`: samples for the functional map, as `discover` takes them (256 are used); its singular values rise when
-      modules form, long before single weights show it. None: weights only.
-    - `every`: a number of steps, or "auto": at the first step, and then whenever all looks so far and the next one
-      together take less than 3 % of the time that the training took.
-    - `path`: a JSONL file, one line per row: step, layer, kept_share, blocks, largest_share (at the Neyman threshold),
-      preference, noise, suppression (the random-walk classes), profile (blocks and largest share at eight
-      thresholds); the row of the layer "(model)" has sigma, gap, modules and the seconds that the look took. A file
-      of an interrupted run is continued.
-    - `tensorboard`: a folder or an open `SummaryWriter`.
-    - `level`: of the Neyman test. Its null is fixed at the start: the initialisation if the weights still look like
-      it, else their bulk as it is then.
-
     The model, its gradients and the random state stay as they are: training goes on bit for bit as without. What cannot
     be measured, such as weights that are no longer finite, is a row with a "problem" and never ends the training.
 
-    >>> import torch
-    >>> model = nn.Linear(4, 2)
-    >>> with StructureMonitor(model, batch=torch.randn(32, 4), every=10) as monitor:
-    ...     for step in range(20):
-    ...         _ = monitor.step(step)  # after the optimizer's
-    >>> [(row["step"], row["layer"]) for row in monitor.rows]
-    [(0, 'weight'), (0, '(model)'), (10, 'weight'), (10, '(model)')]
+    Args:
+        model: the model that trains.
+        batch: samples for the functional map, as `discover` takes them (256 are used); its singular values rise when
+            modules form, long before single weights show it. None: weights only.
+        every: a number of steps, or "auto": at the first step, and then whenever all looks so far and the next one
+            together take less than 3 % of the time that the training took.
+        path: a JSONL file, one line per row: step, layer, kept_share, blocks, largest_share (at the Neyman threshold),
+            preference, noise, suppression (the random-walk classes), profile (blocks and largest share at eight
+            thresholds); the row of the layer "(model)" has sigma, gap, modules and the seconds that the look took. A
+            file of an interrupted run is continued.
+        tensorboard: a folder or an open `SummaryWriter`.
+        level: of the Neyman test. Its null is fixed at the start: the initialisation if the weights still look like it,
+            else their bulk as it is then.
+
+    Raises:
+        InvalidOption: there is nothing to watch, or the batch does not fit the model.
+
+    Examples:
+        >>> import torch
+        >>> model = nn.Linear(4, 2)
+        >>> with StructureMonitor(model, batch=torch.randn(32, 4), every=10) as monitor:
+        ...     for step in range(20):
+        ...         _ = monitor.step(step)  # after the optimizer's
+        >>> [(row["step"], row["layer"]) for row in monitor.rows]
+        [(0, 'weight'), (0, '(model)'), (10, 'weight'), (10, '(model)')]
     """
 
+    @suggest_keywords
     def __init__(
         self,
         model: nn.Module,

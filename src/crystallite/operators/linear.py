@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -52,9 +51,19 @@ class BlockLinear(Blocks):
     rows_table = "outputs"
     outputs: Tensor | None  # (out_features,) place of each output among the rows of all blocks, past them: dormant
 
-    def __init__(self, *parts: Any, **options: Any) -> None:
-        """in_features, out_features, weights, columns, outputs, bias, dtype, device: see `Blocks` and `from_dense`."""
-        super().__init__(*parts, **options)
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        weights: list[Tensor],
+        columns: Tensor | None,
+        outputs: Tensor | None,
+        bias: Tensor | None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        """See `Blocks` for what is held, and `from_dense` for how it is made."""
+        super().__init__(in_features, out_features, weights, columns, outputs, bias, dtype, device)
         self._plan = Plan()
 
     @classmethod

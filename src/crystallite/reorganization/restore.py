@@ -8,6 +8,7 @@ import sys
 from torch import Tensor, nn
 
 from crystallite.core.errors import InvalidOption
+from crystallite.core.suggest import suggest_keywords
 from crystallite.models.layers import set_trained_, trained
 from crystallite.models.record import record
 from crystallite.models.swap import put_, replace_
@@ -45,6 +46,7 @@ class DenseFeedForward(nn.Module):
         return layers["second"](self._activation(hidden))
 
 
+@suggest_keywords
 def restore(model: nn.Module) -> nn.Module:
     """A copy of a reorganized model with every block operator replaced by the dense layers it stands for.
 
@@ -52,15 +54,25 @@ def restore(model: nn.Module) -> nn.Module:
     that was replaced as a whole (a feed-forward pair) comes back as a `DenseFeedForward` of the same layers. A
     compressed model is refused: what its layers were is not in it.
 
-    >>> from crystallite.reorganization.rewrite import reorganize
-    >>> import torch
-    >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
-    >>> with torch.no_grad():
-    ...     model[0].weight[:2, 2:] = model[0].weight[2:, :2] = 0
-    ...     model[2].weight[0, 2:] = model[2].weight[1, :2] = 0
-    >>> again = restore(reorganize(model, level=None))
-    >>> all(torch.equal(again.state_dict()[name], value) for name, value in model.state_dict().items())
-    True
+    Args:
+        model: what `reorganize` or `upgrade` returned; it is not changed.
+
+    Returns:
+        The dense model.
+
+    Raises:
+        InvalidOption: a compressed model.
+
+    Examples:
+        >>> from crystallite.reorganization.rewrite import reorganize
+        >>> import torch
+        >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+        >>> with torch.no_grad():
+        ...     model[0].weight[:2, 2:] = model[0].weight[2:, :2] = 0
+        ...     model[2].weight[0, 2:] = model[2].weight[1, :2] = 0
+        >>> again = restore(reorganize(model, level=None))
+        >>> all(torch.equal(again.state_dict()[name], value) for name, value in model.state_dict().items())
+        True
     """
     if record(model).method == "compressed":
         raise InvalidOption(

@@ -11,6 +11,7 @@ from tqdm import tqdm
 
 from crystallite.annealing import nulls
 from crystallite.core.errors import InvalidMatrix, InvalidOption
+from crystallite.core.suggest import suggest_keywords
 from crystallite.graph.feed_forward import recognise_feed_forward
 from crystallite.graph.sequential_calls import whole_by_definition
 from crystallite.graph.trace import Spaces, Untraceable, trace
@@ -36,6 +37,7 @@ _FEED_FORWARD: dict[str, OperatorKind] = {
 }
 
 
+@suggest_keywords
 def reorganize(
     model: nn.Module,
     *,
@@ -60,31 +62,42 @@ def reorganize(
     keeps its place with its annealed weight. Tied weights and other kinds of modules are left alone. Blocks are frozen
     where their weights were.
 
-    - `level`, `correction`, `random_walk`, `rule`: as for `anneal`. level=None anneals nothing and takes the nonzeros
-      of the weights as they are.
-    - `null`: "auto" believes the initialisation of a layer only if it explains the bulk of its weights, else it
-      measures the bulk; "init" always believes it; "empirical" always measures; or one null for all.
-    - `targets`, `ignore`: a pattern of layer names, or several (`encoder.*.dense`).
-    - `example`: inputs (a tensor, a tuple or a dict) to follow the neurons through a model that cannot be traced
-      without.
-    - `fold`: put the order of hidden neurons into the stored weights where the model allows it, those of layers left
-      alone included, so that less is moved at run time. Inside, hidden neurons then have other numbers. Only `forward`
-      is followed, in evaluation and in training mode: a model with parameters that it does not use is not folded.
-    - `only_if_faster`: replace a layer only where its blocks are expected to run faster on a CPU, small batches
-      included; False: wherever they need fewer multiply-adds.
-    - `progress`: a bar on standard error.
+    Args:
+        model: the model; it is not changed.
+        level, correction, random_walk, rule: as for `anneal`. level=None anneals nothing and takes the nonzeros of the
+            weights as they are.
+        null: "auto" believes the initialisation of a layer only if it explains the bulk of its weights, else it
+            measures the bulk; "init" always believes it; "empirical" always measures; or one null for all.
+        targets, ignore: a pattern of layer names, or several (`encoder.*.dense`).
+        example: inputs (a tensor, a tuple or a dict) to follow the neurons through a model that cannot be traced
+            without.
+        fold: put the order of hidden neurons into the stored weights where the model allows it, those of layers left
+            alone included, so that less is moved at run time. Inside, hidden neurons then have other numbers. Only
+            `forward` is followed, in evaluation and in training mode: a model with parameters that it does not use is
+            not folded.
+        only_if_faster: replace a layer only where its blocks are expected to run faster on a CPU, small batches
+            included; False: wherever they need fewer multiply-adds.
+        progress: a bar on standard error.
 
-    >>> import torch
-    >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
-    >>> with torch.no_grad():
-    ...     model[0].weight[:2, 2:] = model[0].weight[2:, :2] = 0
-    ...     model[2].weight[0, 2:] = model[2].weight[1, :2] = 0
-    >>> reorganize(model, level=None, only_if_faster=False)
-    Sequential(
-      (0): BlockChain(4 → 4 → 2, blocks=2 → 2, shuffles=0, subnetworks=2, 12 of 24 multiply-adds)
-      (1): Identity()
-      (2): Identity()
-    )
+    Returns:
+        A model with the interface of the original, whose layers are blocks where that is worth it.
+
+    Raises:
+        InvalidOption: an option outside the values it may take, or a pattern that matches no layer; it names the
+            nearest.
+
+    Examples:
+        >>> import torch
+        >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+        >>> with torch.no_grad():
+        ...     model[0].weight[:2, 2:] = model[0].weight[2:, :2] = 0
+        ...     model[2].weight[0, 2:] = model[2].weight[1, :2] = 0
+        >>> reorganize(model, level=None, only_if_faster=False)
+        Sequential(
+          (0): BlockChain(4 → 4 → 2, blocks=2 → 2, shuffles=0, subnetworks=2, 12 of 24 multiply-adds)
+          (1): Identity()
+          (2): Identity()
+        )
     """
     if not isinstance(model, nn.Module):
         raise InvalidOption(f"expected an nn.Module, got {type(model).__name__}")

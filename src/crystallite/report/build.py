@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from crystallite.analysis import Analysis, analyze
 from crystallite.core.errors import InvalidOption
+from crystallite.core.suggest import check_choice, suggest_keywords
 from crystallite.models.artifact import load
 from crystallite.models.summary import summary
 from crystallite.report.drawing import Drawing
@@ -66,8 +67,7 @@ class Report:
 
     def figures(self, folder: str | os.PathLike[str], format: str = "svg") -> list[Path]:
         """Write every figure as a file of its own for papers, and return their paths; "png" needs Pillow."""
-        if format not in ("svg", "png"):
-            raise InvalidOption(f'format must be "svg" or "png", got {format!r}')
+        check_choice("format", format, ("svg", "png"))
         target = Path(folder)
         target.mkdir(parents=True, exist_ok=True)
         written = []
@@ -100,6 +100,7 @@ class Report:
         return drawings
 
 
+@suggest_keywords
 def report(
     source: Source,
     path: str | os.PathLike[str] | None = None,
@@ -110,26 +111,43 @@ def report(
     front: Sequence[Row] | None = None,
     monitor: str | os.PathLike[str] | Sequence[Row] | None = None,
     title: str | None = None,
+    null: str = "auto",
+    level: float | str = 0.01,
+    correction: str | None = None,
+    random_walk: str = "calibrated",
+    rule: str = "both",
+    targets: str | Sequence[str] = ("*",),
+    ignore: str | Sequence[str] = (),
     progress: bool = False,
-    **analysis: Any,
 ) -> Report:
     """A report on a module, state dict, checkpoint file or folder; written to `path` if there is one.
 
-    - `reorganized`: what `reorganize` made of the model, or the folder it was saved in.
-    - `verdict`, `sweep`: what `validate` and `sweep` returned, or their `to_json()`; a verdict may hold its sweep.
-    - `front`: rows with name, family, macs, latency_ms and quality, baselines among them.
-    - `monitor`: rows with step, layer, kept_share, largest_share, blocks and sigma, or a file with one in each line.
-    - further options are those of `analyze`: level, rule, null, correction, include, exclude.
-
     In a notebook a report shows itself. Cost: that of `analyze`, and about as much again for the pictures.
 
-    >>> from torch import nn
-    >>> _ = torch.manual_seed(0)
-    >>> report(nn.Linear(64, 32), title="Noise")
-    Report('Noise': No exact block structure: 1 of 1 not distinguishable from its initialisation.)
+    Args:
+        source: a module, a state dict, a checkpoint file or a folder, as for `analyze`.
+        path: where to write the page; None: nowhere.
+        reorganized: what `reorganize` made of the model, or the folder it was saved in.
+        verdict, sweep: what `validate` and `sweep` returned, or their `to_json()`; a verdict may hold its sweep.
+        front: rows with name, family, macs, latency_ms and quality, baselines among them.
+        monitor: rows with step, layer, kept_share, largest_share, blocks and sigma, or a file with one in each line.
+        null, level, correction, random_walk, rule, targets, ignore: as for `analyze`.
+        title: what the page calls the model; None: the name of its file.
+        progress: a bar on standard error.
+
+    Returns:
+        A `Report`, which shows itself in a notebook and can `save` its page and its `figures`.
+
+    Raises:
+        InvalidOption: an option outside the values it may take, or a pattern that matches no layer; it names the
+            nearest.
+
+    Examples:
+        >>> from torch import nn
+        >>> _ = torch.manual_seed(0)
+        >>> report(nn.Linear(64, 32), title="Noise")
+        Report('Noise': No exact block structure: 1 of 1 not distinguishable from its initialisation.)
     """
-    if analysis.get("fast"):
-        raise InvalidOption("a report shows every level; leave out fast=True")
     judged = None if verdict is None else dict(_plain(verdict))
     swept = _plain(sweep) if sweep is not None else (judged or {}).get("sweep")
     extras: dict[str, Any] = {
@@ -139,7 +157,17 @@ def report(
         "front": _rows("front", front, ("name", "quality")),
         "monitor": _rows("monitor", _lines(monitor), ("step",)),
     }
-    found = analyze(source, progress=progress, **analysis)
+    found = analyze(
+        source,
+        null=null,
+        level=level,
+        correction=correction,
+        random_walk=random_walk,
+        rule=rule,
+        targets=targets,
+        ignore=ignore,
+        progress=progress,
+    )
     made = Report(title or Path(found.source).name or found.source, found, _views(source, found, progress), **extras)
     if path is not None:
         made.save(path)

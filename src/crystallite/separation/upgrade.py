@@ -17,6 +17,7 @@ from torch.nn.utils.rnn import PackedSequence
 from crystallite.annealing import nulls
 from crystallite.annealing.anneal import anneal
 from crystallite.core.errors import CrystalliteError, InvalidOption
+from crystallite.core.suggest import check_choice, suggest_keywords
 from crystallite.data.batch import Batch, batches, repeatable
 from crystallite.data.positions import count_positions
 from crystallite.discovery.modules import Modules
@@ -45,6 +46,7 @@ _ROWS = 4096  # of a batch, which say enough about how features vary together
 _SAMPLES = 8192  # rows that least squares reads, or four times the inputs of the widest block
 
 
+@suggest_keywords
 def upgrade(
     model: nn.Module,
     *,
@@ -73,41 +75,59 @@ def upgrade(
     exactly k blocks, jointly through each chain of layers; both are checked. `cx.record(result).options`
     says how (`UpgradedOptions`).
 
-    - `blocks`: k, for blocks that are made; or `modules`: what `discover` found, for blocks along them.
-    - `data`: batches that can be gone through again and again, as a `DataLoader`; (inputs, target) where there is a
-      loss. Their order follows `seed` where it depends on PyTorch's random numbers.
-    - `loss`: loss(output, target). None: no labels; the model learns to return what the dense one returns.
-    - `block_loss`: weight of a second loss, the mean over blocks of what each alone would lose by a linear readout of
-      its own to the whole output. None: 1 for blocks that are made, where there is a loss and one chain of linear
-      layers leads to one vector per sample; else 0. Readouts are trained along and then thrown away.
-    - `metric`: called with the model in evaluation mode after every epoch, for the history.
-    - `null`: "init" for what each layer was initialised from (`nulls.for_module`), one null, or a dict by parameter
-      name. If the model was trained with weight decay pass the nulls `shrunk` by it.
-    - `level`: the strictest level at which nothing is annealed away; larger ones keep everything too.
-    - `targets`, `ignore`: patterns of layer names. By default all layers that share hidden neurons with others: MLPs,
-      feed-forward pairs of transformers, stacks of convolutions (blocks of channels); and recurrent networks (blocks of
-      hidden units, each reading inputs of its own). The last layer of a classifier is among them; ignore it if every
-      output may read every block, and the first convolution if images have fewer channels than there are blocks.
-    - `partition`: which neuron goes to which block. "regions" keeps inputs together that vary together, "spread" gives
-      every block inputs of all kinds; "auto" takes regions where a layer that is not separated reads all blocks, and
-      spreads inputs where an output can read one block only. Hidden neurons and outputs of linear layers follow: each
-      goes where most of its variance is explained (see `partitioning/assignment.py`). Also "random", or a `Partition`.
-    - `checkpoint`: a folder for the state of the run; called again after an interruption, the run goes on from there
-      to the result it would have had.
-
     Scale: ReLU networks can be rescaled neuron by neuron without change of function, which would move weights over any
     bound. Hidden neurons are therefore brought into balanced units first (see `separation/scale.py`) and never rescaled
     afterwards. Parameters with `requires_grad=False` stay as they are, except that layers to separate are fitted.
 
-    >>> _ = torch.manual_seed(0)
-    >>> x = torch.randn(64, 8)
-    >>> net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
-    >>> with torch.no_grad():  # as if trained: weights beyond what initialisation draws
-    ...     _ = net[0].weight.mul_(4), net[2].weight.mul_(4)
-    >>> small = upgrade(net, blocks=2, data=[x], epochs=40)
-    >>> options = record(small).options
-    >>> options.blocks, len(options.history)
-    (2, 40)
+    Args:
+        model: the model; it is not changed.
+        blocks: k, for blocks that are made.
+        modules: instead of `blocks`, what `discover` found, for blocks along them.
+        data: batches that can be gone through again and again, as a `DataLoader`; (inputs, target) where there is a
+            loss. Their order follows `seed` where it depends on PyTorch's random numbers.
+        loss: loss(output, target). None: no labels; the model learns to return what the dense one returns.
+        block_loss: weight of a second loss, the mean over blocks of what each alone would lose by a linear readout of
+            its own to the whole output. None: 1 for blocks that are made, where there is a loss and one chain of linear
+            layers leads to one vector per sample; else 0. Readouts are trained along and then thrown away.
+        metric: called with the model in evaluation mode after every epoch, for the history.
+        epochs: how often training goes through the data.
+        learning_rate: at the start; it falls to 0.
+        null: "init" for what each layer was initialised from (`nulls.for_module`), one null, or a dict by parameter
+            name. If the model was trained with weight decay pass the nulls `shrunk` by it.
+        level: the strictest level at which nothing is annealed away; larger ones keep everything too.
+        targets, ignore: patterns of layer names. By default all layers that share hidden neurons with others: MLPs,
+            feed-forward pairs of transformers, stacks of convolutions (blocks of channels); and recurrent networks
+            (blocks of hidden units, each reading inputs of its own). The last layer of a classifier is among them;
+            ignore it if every output may read every block, and the first convolution if images have fewer channels than
+            there are blocks.
+        partition: which neuron goes to which block. "regions" keeps inputs together that vary together, "spread" gives
+            every block inputs of all kinds; "auto" takes regions where a layer that is not separated reads all blocks,
+            and spreads inputs where an output can read one block only. Hidden neurons and outputs of linear layers
+            follow: each goes where most of its variance is explained (see `partitioning/assignment.py`). Also
+            "random", or a `Partition`.
+        seed: of everything that is drawn at random.
+        checkpoint: a folder for the state of the run; called again after an interruption, the run goes on from there to
+            the result it would have had.
+        progress: a bar on standard error.
+
+    Returns:
+        A reorganized model of exactly k blocks, trained.
+
+    Raises:
+        InvalidOption: an option outside the values it may take, or a pattern that matches no layer; it names the
+            nearest.
+        CrystalliteError: blocks were left without weights; the threshold was too much for them.
+
+    Examples:
+        >>> _ = torch.manual_seed(0)
+        >>> x = torch.randn(64, 8)
+        >>> net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+        >>> with torch.no_grad():  # as if trained: weights beyond what initialisation draws
+        ...     _ = net[0].weight.mul_(4), net[2].weight.mul_(4)
+        >>> small = upgrade(net, blocks=2, data=[x], epochs=40)
+        >>> options = record(small).options
+        >>> options.blocks, len(options.history)
+        (2, 40)
     """
     made = partition if isinstance(partition, Partition) and blocks is None else None
     _check(model, (blocks, modules, made), epochs, learning_rate, block_loss, level)
@@ -245,8 +265,7 @@ def _some(data: Any, chains: Sequence[Chain], blocks: int) -> list[Batch]:
 def _partition(kind: str, model: nn.Module, chains: Sequence[Chain], blocks: Any, data: Any, seed: int) -> Partition:
     if kind == "random":
         return random_partition(chains, blocks, seed)
-    if kind not in ("auto", "spread", "regions"):
-        raise InvalidOption(f'partition must be "auto", "regions", "spread", "random" or a Partition, got {kind!r}')
+    check_choice("partition", kind, ("auto", "regions", "spread", "random"), "a Partition")
     some = _some(data, chains, blocks)
     return assign_by_explained_variance(_inputs_shared_out(kind, model, chains, blocks, some, seed), model, some)
 
@@ -300,7 +319,9 @@ def _prove(model: nn.Module, partition: Partition, chosen: Mapping[str, nulls.Nu
         kept = {}
         for name in chain.layers:
             weight = weight_of(model, name).detach()
-            mask = anneal(weight.flatten(1), chosen[parameter(name)], level, None, None, "neyman", name).mask
+            mask = anneal(
+                weight.flatten(1), chosen[parameter(name)], level=level, random_walk=None, rule="neyman", name=name
+            ).mask
             kept[name] = mask.view_as(weight)
             assert torch.equal(kept[name], weight != 0), f"{name}: annealing changes it"
         components = np.concatenate(list(joint_components(chain, kept).values()))

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from crystallite.core.errors import CrystalliteError, InvalidOption
+from crystallite.core.suggest import check_choice, suggest_keywords
 from crystallite.serving.engine import LocalEngine
 from crystallite.serving.limits import Limits
 from crystallite.serving.machine import Machine
@@ -61,6 +62,7 @@ class Service:
             raise
 
     @classmethod
+    @suggest_keywords
     def load(
         cls,
         artifacts: StrPath | Mapping[str, StrPath],
@@ -76,13 +78,23 @@ class Service:
     ) -> Service:
         """A service of one saved model, called as its folder, or of several by name.
 
-        - `into`: an instance of the original, for a model with code of its own.
-        - `shape`: of one sample, where the first layer does not say it.
-        - `batch`, `machine`, `workers`: as for `plan`.
-        - `unvalidated`: serve a model without a verdict, or with one that it failed.
-        - `engine`: "local" runs the pieces in this process; "ray" on the Ray cluster that `RAY_ADDRESS` names or that
-          runs on this machine, else on one that is started here. Every node must see the same folders.
+        Args:
+            artifacts: a folder that `save` wrote, or several by name.
+            into: an instance of the original, for a model with code of its own.
+            shape: of one sample, where the first layer does not say it.
+            batch, machine, workers: as for `plan`.
+            unvalidated: serve a model without a verdict, or with one that it failed.
+            engine: "local" runs the pieces in this process; "ray" on the Ray cluster that `RAY_ADDRESS` names or that
+                runs on this machine, else on one that is started here. Every node must see the same folders.
+            limits: how much the service takes on at once; None: the defaults.
+
+        Returns:
+            The service; close it, or use it in a `with`.
+
+        Raises:
+            InvalidOption: a model without a verdict that it passed, or an option outside the values it may take.
         """
+        check_choice("engine", engine, ("local", "ray"))
         sources = sources_of(artifacts, Source(Path(), into, shape, batch, unvalidated, machine, workers))
         limits = limits or Limits()
         if engine == "local":
@@ -92,8 +104,6 @@ class Service:
                 return ServedModel.of(cut, LocalEngine(cut.network.modules), limits, metrics)
 
             return cls(sources, opened, limits, lambda: None)
-        if engine != "ray":
-            raise InvalidOption(f"engine: expected local or ray, got {engine!r:.80}")
         return cls(sources, *ray_opener(sources, limits))
 
     @property

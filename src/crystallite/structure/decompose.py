@@ -9,6 +9,7 @@ import torch
 
 from crystallite.core.arrays import Magnitudes, as_matrix, magnitudes
 from crystallite.core.errors import InvalidMatrix, InvalidOption
+from crystallite.core.suggest import suggest_keywords
 from crystallite.structure import boolean, strong
 from crystallite.structure.bipartite import BipartiteStructure
 from crystallite.structure.components import column_components
@@ -41,6 +42,7 @@ def decompose(
 ) -> DirectedStructure: ...
 
 
+@suggest_keywords
 def decompose(
     matrix: Any,
     kind: Literal["bipartite", "directed"] = "bipartite",

@@ -13,6 +13,7 @@ from crystallite.core.arrays import Magnitudes, magnitudes
 from crystallite.core.errors import InvalidMatrix, InvalidOption
 from crystallite.core.maps import Permutation
 from crystallite.core.parallel import compiled
+from crystallite.core.suggest import suggest_keywords
 from crystallite.structure.bipartite import BipartiteStructure
 from crystallite.structure.decompose import Threshold, edge_patterns
 from crystallite.structure.lanes import LANES, lowest_bit
@@ -68,6 +69,7 @@ class BorderedStructure:
         return f"BorderedStructure({rows}×{cols}: {border}, {inner})"
 
 
+@suggest_keywords
 def hubs(
     matrix: Any,
     *,

@@ -11,6 +11,7 @@ import numpy as np
 from crystallite.core.arrays import magnitudes
 from crystallite.core.errors import InvalidMatrix, InvalidOption
 from crystallite.core.parallel import compiled
+from crystallite.core.suggest import suggest_keywords
 from crystallite.structure.bipartite import BipartiteStructure
 from crystallite.structure.decompose import decompose
 from crystallite.structure.forest import kruskal, roots, spanning_forest
@@ -161,6 +162,7 @@ def level_profile(
 ) -> DirectedProfile: ...
 
 
+@suggest_keywords
 def level_profile(
     weight: Any,
     kind: Literal["bipartite", "directed"] = "bipartite",

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from crystallite.core.errors import InvalidOption
+from crystallite.core.suggest import check_choice
 from crystallite.data.batch import Batch
 from crystallite.data.outputs import main_output, tensors
 
@@ -73,11 +74,10 @@ def as_metric(metric: str | Metric | Callable[[Any, Tensor], Any] | None) -> Met
     """
     if metric is None or isinstance(metric, Metric):
         return metric
-    if isinstance(metric, str) and metric in METRICS:
-        return METRICS[metric]
     if callable(metric):
         return Metric(getattr(metric, "__name__", "metric"), metric)
-    raise InvalidOption(f"metric must be one of {', '.join(METRICS)} or a function of (output, target), got {metric!r}")
+    check_choice("metric", metric, list(METRICS), "a function of (output, target)")
+    return METRICS[metric]
 
 
 class RunningMetric:

@@ -13,6 +13,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from crystallite.core.errors import InvalidOption
+from crystallite.core.suggest import suggest_keywords
 from crystallite.data.batch import Batch, batches, check_repeatable, repeatable
 from crystallite.models.artifact import load
 from crystallite.models.manifest import attach_verdict, check_source
@@ -31,6 +32,7 @@ _BATCH_SIZES = 3  # so many different ones are timed
 Slices = Sequence[Any] | Callable[[Any, Any], Sequence[Any]]
 
 
+@suggest_keywords
 def validate(
     original: nn.Module,
     reorganized: nn.Module | str | os.PathLike[str],
@@ -48,31 +50,42 @@ def validate(
 ) -> Verdict:
     """A verdict on whether a reorganized model may take the place of the original, from both on the same inputs.
 
-    - `reorganized`: a model, or the folder of a saved one: it is loaded, and the verdict is written into its manifest,
-      bound to the weights it was given on. The original must be the one it was made from, if the manifest says which.
-    - `data`: an iterable of batches (a `DataLoader`, a list, a generator); a tensor, a dict or a tuple (inputs,
-      target) alone is one batch.
-      A batch is a tensor, a dict of keyword arguments (its "labels" are the target), or (inputs, target); several
-      positional inputs are a tuple, ((a, b), target). Data that training has not seen say most.
-    - `metric`: "accuracy", "loss", "retrieval" (does the nearest other sample have the same label?), a function
-      (output, target) → one number, or one per sample, where more is better, or a `Metric`.
-    - `max_drop`, `min_agreement`, `max_relative_deviation` at a `quantile` of the samples (1: the worst), `confidence`:
-      see `Rules`. None switches a rule off. A drop or an agreement must be shown by enough samples.
-    - `slices`: a label for each sample, or a function (inputs, target) → labels of a batch. Rules hold in each slice.
-    - `layers`: compare the outputs of layers too; holds the original's for one batch, and a dense copy of the model.
-    - `levels`: also sweep the significance level, "default" or levels as for `sweep`, with the same rules.
-
     Both models must be deterministic: call `.eval()` first. Outputs may be tensors, tuples, dicts or dataclasses.
     Beside ten numbers per sample and output, no more than one batch is held.
 
-    >>> import torch
-    >>> from crystallite import reorganize
-    >>> model = nn.Linear(4, 2)
-    >>> _ = nn.init.eye_(model.weight)
-    >>> small = reorganize(model, level=None, only_if_faster=False)
-    >>> verdict = validate(model, small, torch.randn(64, 4), min_agreement=0.95)
-    >>> verdict.passed, verdict.macs
-    (True, (512, 128))
+    Args:
+        original: the model that would be replaced.
+        reorganized: a model, or the folder of a saved one: it is loaded, and the verdict is written into its manifest,
+            bound to the weights it was given on.
+        data: an iterable of batches (a `DataLoader`, a list, a generator); a tensor or a dict alone is one batch. A
+            batch is a tensor, a dict of keyword arguments (its "labels" are the target), or (inputs, target); several
+            positional inputs are a tuple, ((a, b), target). Data that training has not seen say most.
+        metric: "accuracy", "loss", "retrieval" (does the nearest other sample have the same label?), a function
+            (output, target) → one number, or one per sample, where more is better, or a `Metric`.
+        max_drop, min_agreement, max_relative_deviation: see `Rules`; None switches a rule off. A drop or an agreement
+            must be shown by enough samples.
+        quantile: of the samples, at which the deviation is judged; 1: the worst.
+        confidence: with which a drop or an agreement must be shown.
+        slices: a label for each sample, or a function (inputs, target) → labels of a batch. Rules hold in each slice.
+        layers: compare the outputs of layers too; holds the original's for one batch, and a dense copy of the model.
+        levels: also sweep the significance level, "default" or levels as for `sweep`, with the same rules.
+
+    Returns:
+        A `Verdict`: whether every rule is kept, with the numbers, the worst samples and the timings behind it.
+
+    Raises:
+        InvalidOption: a rule that says nothing, a metric that does not suit the data, or a model that is not
+            deterministic.
+
+    Examples:
+        >>> import torch
+        >>> from crystallite import reorganize
+        >>> model = nn.Linear(4, 2)
+        >>> _ = nn.init.eye_(model.weight)
+        >>> small = reorganize(model, level=None, only_if_faster=False)
+        >>> verdict = validate(model, small, torch.randn(64, 4), min_agreement=0.95)
+        >>> verdict.passed, verdict.macs
+        (True, (512, 128))
     """
     rules = Rules(max_drop, min_agreement, max_relative_deviation, quantile, confidence)
     measured = as_metric(metric)

@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from crystallite.annealing import nulls
 from crystallite.core.errors import CrystalliteError, InvalidOption
+from crystallite.core.suggest import check_choice, suggest_keywords
 from crystallite.data.batch import Batch, batches, check_repeatable
 from crystallite.data.outputs import equal_up_to_rounding, tensors
 from crystallite.reorganization.rewrite import reorganize
@@ -126,6 +127,7 @@ class Sweep:
         return "\n".join([*lines, *self.jumps, self.reason])
 
 
+@suggest_keywords
 def sweep(
     model: nn.Module,
     data: Any,
@@ -167,8 +169,8 @@ def sweep(
     ([(4,), (4,)], '0.01')
     """
     chosen = [rule] if isinstance(rule, str) else list(rule)
-    if not chosen or not set(chosen) <= {"both", "neyman"}:
-        raise InvalidOption(f'rule must be "both", "neyman" or a list of them, got {rule!r}')
+    for each in chosen or [""]:
+        check_choice("rule", each, ("both", "neyman"), "a list of them")
     if random_walk is None and "both" in chosen:
         raise InvalidOption('rule="both" needs the random-walk test; with random_walk=None pass rule="neyman"')
     rules = Rules(max_drop, min_agreement, max_relative_deviation, quantile, confidence)

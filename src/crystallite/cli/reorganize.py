@@ -1,0 +1,48 @@
+"""`crystallite reorganize` and `crystallite compress`: a smaller model, saved where it is smaller."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from crystallite.cli.running import open_dense, print_result
+from crystallite.models.opening import write_model
+from crystallite.models.summary import summary
+
+__all__ = ["run", "run_compress"]
+
+
+def run(options: argparse.Namespace, given: dict[str, Any]) -> int:
+    """Reorganize and save; 0, or 1 if no layer became smaller."""
+    from crystallite.reorganization.rewrite import reorganize
+
+    model = open_dense(options.model, options.weights)
+    small = reorganize(model, progress=sys.stderr.isatty(), **given)
+    return _saved(options, model, small, given)
+
+
+def run_compress(options: argparse.Namespace, given: dict[str, Any]) -> int:
+    """Compress and save; 0, or 1 if no layer became smaller."""
+    from crystallite.compression.compress import compress
+    from crystallite.data.files import read_data
+
+    calibration = read_data(options.calibration, options.batch)
+    model = open_dense(options.model, options.weights)
+    small = compress(model, calibration, progress=sys.stderr.isatty(), **given)
+    return _saved(options, model, small, {**given, "calibration": options.calibration})
+
+
+def _saved(options: argparse.Namespace, model: nn.Module, small: nn.Module, given: dict[str, Any]) -> int:
+    result = summary(small)
+    replaced = any(c.macs_after != c.macs_before for c in result.changes)
+    if replaced:
+        plain = {name: str(value) if isinstance(value, Path) else value for name, value in given.items()}
+        write_model(small, options.out, model, Path(options.model), plain)
+    end = f"Saved in {options.out}." if replaced else "Nothing saved: no layer became smaller."
+    plain_result = {**result.to_json(), "out": str(options.out) if replaced else None}
+    print_result(f"{result}\n\n{end}", plain_result, options, options.model)
+    return 0 if replaced else 1

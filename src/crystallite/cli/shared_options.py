@@ -1,0 +1,122 @@
+"""Options that several commands share: one name, one default and one phrase for each."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from crystallite.cli.options import Option
+
+__all__ = [
+    "ANNEALING",
+    "BATCH",
+    "CHECKPOINT",
+    "CHECKPOINT_FILE",
+    "DATA",
+    "DATA_NOTE",
+    "IGNORE",
+    "JSON",
+    "LEVEL",
+    "MODEL",
+    "MODEL_NOTE",
+    "NULL",
+    "ORIGINAL",
+    "OUT",
+    "RULES",
+    "SEED",
+    "SHAPE",
+    "TARGETS",
+    "WEIGHTS",
+    "swept_level",
+]
+
+
+def _level(text: str) -> float | str:
+    if text == "percolation":
+        return text
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f'expected a number or "percolation", got {text!r}') from None
+
+
+def swept_level(text: str) -> float | str:
+    try:
+        return text if text in ("default", "percolation", "bonferroni") else float(text)
+    except ValueError:
+        expected = 'expected numbers, "percolation", "bonferroni", or "default" alone'
+        raise argparse.ArgumentTypeError(f"{expected}, got {text!r}") from None
+
+
+MODEL = Option(
+    "model",
+    "transformers folder, folder that crystallite wrote, package.module:factory or file.py:factory",
+    metavar="MODEL",
+    takes="argument",
+    own=True,
+)
+WEIGHTS = Option(
+    "weights", "weights for the model that the factory returns", Path, metavar="FILE", own=True, must_be="there"
+)
+OUT = Option(
+    "out", "folder to save the result in; must not exist", Path, metavar="FOLDER", own=True, required=True,
+    must_be="new",
+)  # fmt: skip
+DATA = Option(
+    "data", "arrays to run the model on: .npz or .safetensors", Path, metavar="FILE", own=True, required=True,
+    must_be="there",
+)  # fmt: skip
+BATCH = Option("batch", "samples to run at once", int, 64, metavar="N", own=True)
+JSON = Option("json", "print everything as JSON on standard output", takes="nothing", own=True, default=False)
+TARGETS = Option(
+    "targets", "pattern of the layers to take; may be repeated", default=("*",), metavar="PATTERN", takes="repeated"
+)
+IGNORE = Option(
+    "ignore", "pattern of the layers to leave alone; may be repeated", default=(), metavar="PATTERN", takes="repeated"
+)
+SEED = Option("seed", "seed of everything that is drawn at random", int, 0, metavar="N")
+LEVEL = Option("level", 'significance level that a weight must reach, or "percolation"', _level, 0.01, metavar="LEVEL")
+NULL = Option(
+    "null", "what weights without structure look like: the initialisation, the bulk of the matrix, or what fits",
+    default="auto", choices=("auto", "init", "empirical"),
+)  # fmt: skip
+ANNEALING = (
+    LEVEL,
+    NULL,
+    Option("correction", "correction for testing many weights at once", choices=("bonferroni", "holm", "bh")),
+    Option("rule", "tests that a weight must pass to be kept", default="both", choices=("both", "neyman")),
+    Option("random_walk", "version of the random-walk test", default="calibrated", choices=("calibrated", "literal")),
+)
+CHECKPOINT = Option(
+    "checkpoint", "folder that keeps the state of training, so that the same command goes on after an interruption",
+    Path, metavar="FOLDER",
+)  # fmt: skip
+ORIGINAL = Option(
+    "original", "package.module:factory or file.py:factory, for a saved model with code of its own", metavar="MODEL",
+    own=True,
+)  # fmt: skip
+SHAPE = Option("shape", "shape of one sample, where no first layer tells it", int, metavar="N", takes="many")
+CHECKPOINT_FILE = Option(
+    "source", "safetensors, .pt/.pth/.bin, .npz, .onnx or .gguf file, or a Hugging Face model folder", metavar="PATH",
+    takes="argument", own=True,
+)  # fmt: skip
+RULES = (
+    Option(
+        "metric", "quality of the task that may not drop; needs labels in the data",
+        choices=("accuracy", "loss", "retrieval"),
+    ),
+    Option("max_drop", "largest drop of the metric that is accepted, in its units", float, 0.01, needs="--metric"),
+    Option("min_agreement", "smallest share of samples that must keep their argmax", float),
+    Option("max_relative_deviation", "largest relative deviation of an output that is accepted", float, 0.1),
+    Option("quantile", "share of the samples that must keep to the largest deviation", float, 1.0),
+    Option("confidence", "confidence with which a drop or an agreement must be shown", float, 0.95),
+)  # fmt: skip
+MODEL_NOTE = """\
+MODEL is a transformers folder, a folder that crystallite saved, or an import path to a function (or a module class)
+that returns an nn.Module when called without arguments: package.module:factory, or file.py:factory. An import path runs
+that code, which is yours: a file of weights alone does not say how a model computes.
+"""
+DATA_NOTE = """\
+A data file holds `inputs`, or the model's keyword arguments by name, and `labels` where they are needed; the first axis
+counts samples.
+"""
