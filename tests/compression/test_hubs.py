@@ -41,7 +41,7 @@ def hubs_of(spec, inputs):
     return set(np.concatenate(rows).tolist()) if rows else set(), columns
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     st.integers(4, 20), st.integers(4, 20), st.integers(2, 4), st.floats(0, 1), st.integers(0, 2**32 - 1), st.booleans()
 )

@@ -47,7 +47,7 @@ class Batcher:
         self._queue: list[_Waiting] = []
         self._arrival = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._closed = False
+        self._closed = self._flushing = False
         self._batch_seconds = 0.0  # of the last batch
 
     @property
@@ -80,10 +80,15 @@ class Batcher:
             entry.compute_seconds = time.monotonic() - waiting.taken
         return answer
 
+    def flush(self) -> None:
+        """From now on, wait for no fuller batch: soon nobody will come any more."""
+        self._flushing = True
+        self._arrival.set()
+
     async def close(self) -> None:
         """Take no more requests, and return when those that were taken are answered."""
         self._closed = True
-        self._arrival.set()  # nobody comes any more: no reason to wait for a fuller batch
+        self.flush()
         if self._tasks:
             await asyncio.wait(self._tasks)
 
@@ -104,7 +109,7 @@ class Batcher:
     async def _gather(self) -> None:
         """Wait for a full batch, but not longer than the first request may wait."""
         until = self._queue[0].arrived + self._limits.max_wait
-        while self._queue and not self._closed and sum(len(w.x) for w in self._queue) < self._limits.max_batch:
+        while self._queue and not self._flushing and sum(len(w.x) for w in self._queue) < self._limits.max_batch:
             self._arrival.clear()
             try:
                 async with asyncio.timeout(until - time.monotonic()):

@@ -72,6 +72,7 @@ class Listener:
     def close(self) -> None:
         """Accept nothing more, answer what was accepted, and return when that is done."""
         self._server.should_exit = True
+        self._service.run(self._service.flush())
         if self._grpc is not None:
             self._service.run(self._grpc.stop(_GRACE))
         self._done.result()

@@ -163,6 +163,11 @@ class Service:
             raise Refusal(503, "the service is closed")
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
+    async def flush(self) -> None:
+        """Let no request wait for a fuller batch any more; for a service that is about to close."""
+        for model in self._models.values():
+            model.batcher.flush()
+
     def close(self) -> None:
         """Take no more requests, answer those that were accepted, and stop; a second call does nothing."""
         if not self._thread.is_alive():
