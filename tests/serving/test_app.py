@@ -284,7 +284,7 @@ def test_metrics(url, x):
     infer(url, x)
     text = call(url, "/metrics")[2]
     assert 'crystallite_requests_total{model="small",status="200"}' in text
-    assert 'crystallite_batch_samples_bucket{model="small",le="8"}' in text
+    assert 'crystallite_batch_samples_bucket{le="8.0",model="small"}' in text
     for piece in range(4):
         assert f'crystallite_piece_seconds_count{{model="small",piece="1.{piece}"}}' in text
         assert f'crystallite_replicas{{model="small",piece="1.{piece}"}} 1' in text

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from crystallite.core.errors import CrystalliteError, InvalidOption
+from crystallite.core.tables import text_table
 from crystallite.models.artifact import load as load_artifact
 from crystallite.models.opening import open_model
 from crystallite.reorganization.restore import restore
@@ -32,7 +33,6 @@ from crystallite.serving.plan import arrange
 from crystallite.serving.protocol import HEADER_LENGTH, INPUT
 from crystallite.serving.service import Service
 from crystallite.serving.signature import DATATYPES, Signature
-from crystallite.validation.verdict import text_table
 
 __all__ = ["add_parser", "best_quantile", "compared", "forward_seconds", "row", "run", "service_of"]
 

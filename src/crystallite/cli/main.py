@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
@@ -16,6 +15,7 @@ from crystallite.cli import bench, report, serve, upgrade, validate
 from crystallite.cli import export as exporting
 from crystallite.cli.options import add_annealing
 from crystallite.core.errors import CrystalliteError, InvalidOption
+from crystallite.core.tables import terminal_width
 
 __all__ = ["main"]
 
@@ -194,7 +194,7 @@ def _analyze(options: argparse.Namespace) -> int:
         json.dump(analysis.to_json(), sys.stdout, indent=1)
         print()
         return 0
-    print(analysis.table(shutil.get_terminal_size((100, 24)).columns))
+    print(analysis.table(terminal_width()))
     print(f"\n{analysis.verdict}")
     if analysis.skipped:
         print(f"Left out: {len(analysis.skipped)} tensors that are no matrices of weights (--json lists them).")

@@ -20,13 +20,13 @@ from crystallite.analysis import analyze
 from crystallite.baselines import compare, table
 from crystallite.compression.compress import compress
 from crystallite.core.errors import CrystalliteError
+from crystallite.core.tables import text_table
 from crystallite.models.artifact import attach_verdict, save
 from crystallite.models.opening import open_pretrained
 from crystallite.models.summary import summary
 from crystallite.report import report
 from crystallite.serving import Service
 from crystallite.validation import Verdict, sweep, validate
-from crystallite.validation.verdict import text_table
 
 __all__ = ["SentenceEncoder", "docstrings", "run"]
 
