@@ -163,13 +163,13 @@ def makers(
         raise InvalidOption(
             f"expected a smaller model, got one of {limit:,} multiply-adds where the original has {total:,}"
         )
-    told = None if groups is None else list(groups)
+    found = None if groups is None else list(groups)
 
     def known() -> list[Group]:
-        nonlocal told
-        if told is None:
-            told = find_groups(dense, names, few)
-        return told
+        nonlocal found
+        if found is None:
+            found = find_groups(dense, names, few)
+        return found
 
     def wanda() -> nn.Module:
         inputs = Calibration.read(calibration).all  # as many as layers are fitted on

@@ -1,4 +1,4 @@
-"""`Batcher`: requests that arrive while others are computed are computed together."""
+"""`Batcher`: dynamic batching: requests that arrive while a batch is computed form the next batch."""
 
 from __future__ import annotations
 
@@ -81,19 +81,19 @@ class Batcher:
         return answer
 
     def flush(self) -> None:
-        """From now on, wait for no fuller batch: soon nobody will come any more."""
+        """Compute waiting requests at once from now on, without waiting for fuller batches."""
         self._flushing = True
         self._arrival.set()
 
     async def close(self) -> None:
-        """Take no more requests, and return when those that were taken are answered."""
+        """Accept no more requests, and return when the accepted ones are answered."""
         self._closed = True
         self.flush()
         if self._tasks:
             await asyncio.wait(self._tasks)
 
     async def _work(self) -> None:
-        """Batch after batch until nobody waits."""
+        """Compute batch after batch until the queue is empty."""
         try:
             while self._queue:
                 if self._limits.max_wait:
@@ -118,7 +118,7 @@ class Batcher:
                 return
 
     def _take(self) -> list[_Waiting]:
-        """The requests that come first, as many as a batch holds, at least one."""
+        """The oldest requests, as many as fit into a batch, at least one."""
         batch: list[_Waiting] = []
         samples = 0
         while self._queue and (not batch or samples + len(self._queue[0].x) <= self._limits.max_batch):

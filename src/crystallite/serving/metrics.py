@@ -46,9 +46,9 @@ class Metrics:
             name: Histogram(name, about, labels, buckets=bounds, registry=self._registry)
             for name, (about, labels, bounds) in _HISTOGRAMS.items()
         }
-        queues = "crystallite_queue_requests", "Requests that wait", ("model",)
-        replicas = "crystallite_replicas", "Replicas that answer, inference tier", ("model", "piece")
-        self._queues, self._replicas = (Gauge(*about, registry=self._registry) for about in (queues, replicas))
+        self._queues = Gauge("crystallite_queue_requests", "Requests that wait", ("model",), registry=self._registry)
+        about, labels = "Replicas that answer, inference tier", ("model", "piece")
+        self._replicas = Gauge("crystallite_replicas", about, labels, registry=self._registry)
 
     def count(self, name: str, **labels: str) -> None:
         """One more."""
