@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-all bench lint format clean
+.PHONY: demo test test-all bench lint format proto clean
 
 demo: $(VENV)/.demo
 	$(BIN)/crystallite demo
@@ -24,6 +24,13 @@ lint: $(VENV)/.dev
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
+
+# After a change of inference.proto. grpcio-tools brings a protobuf of its own, so it gets an environment of its own.
+SERVING := src/crystallite/serving
+proto:
+	$(PYTHON) -m venv $(VENV)/protoc
+	$(VENV)/protoc/bin/python -m pip install --quiet --disable-pip-version-check grpcio-tools
+	$(VENV)/protoc/bin/python -m grpc_tools.protoc -I $(SERVING) --descriptor_set_out=$(SERVING)/inference.binpb inference.proto
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)

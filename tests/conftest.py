@@ -2,12 +2,17 @@
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
+
+# How long an example takes says something about the machine and nothing about the code.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 # Where small networks are trained: one thread is quickest, and does not wait for a second one on a busy machine.
 TRAINING = {"compression", "discovery", "monitoring", "separation", "statistics", "validation"}
 
 
-# One worker has all tests of a file, whose fixtures are dear; those of Ray start several nodes, so one has them all.
+# One worker has all tests of a file, whose fixtures take long; those of Ray start several nodes, so one has them all.
 RAY = {"test_ray.py", "test_ray_engine.py"}
 
 

@@ -1,7 +1,7 @@
 """Whole checkpoints: planted structure is found and named, noise is called noise, and work is not lost or repeated."""
 
 import json
-import subprocess
+import signal
 import sys
 import time
 
@@ -13,6 +13,7 @@ from torch import nn
 
 import crystallite as cx
 from crystallite.analysis.control import shuffled
+from tests.helpers.waiting import finished
 
 
 def planted_linear(rng, groups=3, size=240, bridges=0):
@@ -208,6 +209,20 @@ def test_rows_of_a_deep_model_can_be_told_apart():
     assert len(set(labels)) == len(names)
 
 
+KILLED_AT_THE_THIRD = """
+import os, signal
+from crystallite.analysis import run
+from crystallite.cli.main import main
+add = run._Store.add
+def add_and_die(self, row):
+    add(self, row)
+    if len(self.rows) == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+run._Store.add = add_and_die
+main()
+"""
+
+
 class TestResume:
     def test_finished_matrices_are_not_done_again(self, tmp_path, monkeypatch):
         path, done = tmp_path / "m.safetensors", tmp_path / "done.jsonl"
@@ -249,19 +264,13 @@ class TestResume:
 
     def test_a_killed_run_goes_on(self, tmp_path):
         path, done = tmp_path / "m.safetensors", tmp_path / "done.jsonl"
-        save_file({f"layer.{i}.weight": torch.randn(600, 600) for i in range(30)}, path)
+        save_file({f"layer.{i}.weight": torch.randn(100, 100) for i in range(30)}, path)
         command = [sys.executable, "-m", "crystallite", "analyze", str(path), "--resume", str(done), "--json"]
-        run = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-        deadline = time.monotonic() + 120
-        while (not done.exists() or len(done.read_text().splitlines()) < 3) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        run.kill()
-        run.wait()
-        before = len(done.read_text().splitlines())
-        assert 3 <= before < 30
+        assert finished([sys.executable, "-c", KILLED_AT_THE_THIRD, *command[3:]]).returncode == -signal.SIGKILL
+        assert len(done.read_text().splitlines()) == 3
         with done.open("a") as file:
             file.write('{"fingerprint": "cut sh')  # what a kill in the middle of a write leaves
-        resumed = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
+        resumed = json.loads(finished(command, check=True).stdout)
         assert sorted(m["name"] for m in resumed["matrices"]) == sorted(f"layer.{i}" for i in range(30))
         lines = [json.loads(line) for line in done.read_text().splitlines() if "cut sh" not in line]
         assert len(lines) == 30  # each matrix once

@@ -25,12 +25,12 @@ from torch import nn
 import crystallite as cx
 from crystallite.analysis.matrix import Options
 from crystallite.analysis.ray_engine import analyze_layers
+from tests.helpers.waiting import finished
 
 RAY = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_AUTH_MODE": "disabled",  # nobody else is in the namespace, and a token would be written to the home folder
 }
-SECONDS = 300  # several times what it takes on two cores
 
 
 @pytest.fixture(scope="module")
@@ -45,9 +45,7 @@ def outcome(tmp_path_factory):
     with tempfile.TemporaryDirectory() as short:  # paths of Unix sockets hold 107 bytes
         command = [*NAMESPACE, sys.executable, "-m", "tests.analysis.test_ray_engine", str(folder)]
         environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")} | RAY | {"RAY_TMPDIR": short}
-        done = subprocess.run(
-            command, env=environment, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=SECONDS
-        )
+        done = finished(command, env=environment, cwd=Path(__file__).parents[2])
     assert done.returncode == 0, done.stderr[-5000:]
     return json.loads((folder / "outcome.json").read_text())
 

@@ -30,7 +30,7 @@ def planted(seed: int = 0) -> np.ndarray:
     rule=st.sampled_from(["both", "neyman"]),
     method=st.sampled_from(["calibrated", "literal"]),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_mask_classes_thresholds_and_counts_agree(seed, dtype, layout, rule, method):
     w = torch.from_numpy(planted(seed)).to(dtype)
     view = {"rows": w, "columns": w.T.contiguous().T, "strided": torch.cat([w, w], 1)[:, :100]}[layout]

@@ -50,7 +50,7 @@ def values(w: torch.Tensor) -> np.ndarray:
     ties=st.booleans(),
     null=st.sampled_from([nulls.Normal(1.0), nulls.Normal(0.7, 0.3), nulls.Uniform(2.0), nulls.TruncatedNormal(1.0)]),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_streaming_equals_the_textbook(correction, seed, rows, cols, dtype, level, signal, ties, null):
     rng = np.random.default_rng(seed)
     w = rng.normal(size=(rows, cols)) * np.where(rng.random((rows, cols)) < signal, 4, 1)
@@ -72,7 +72,7 @@ def test_benjamini_hochberg_equals_scipy_on_a_large_matrix():
 
 
 @given(seed=st.integers(0, 10**6), dtype=st.sampled_from(DTYPES), c=st.floats(0, 4), transposed=st.booleans())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_histogram_counts_are_exact_at_every_magnitude(seed, dtype, c, transposed):
     w = torch.randn(9, 14, generator=torch.Generator().manual_seed(seed)).to(dtype)
     histogram = magnitude_histogram(magnitudes(w.T if transposed else w))

@@ -58,7 +58,7 @@ def test_svd_of_convolutions():
     assert (some.run(small) - some.run(net)).abs().max() < 1e-4
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(share=st.floats(0.45, 1.0), hidden=st.integers(16, 40), seed=st.integers(0, 9))
 def test_the_cost_keeps_to_the_limit(share, hidden, seed):
     net, some = perceptron(hidden, seed=seed), batch(2, 8)

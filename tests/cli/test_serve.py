@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -16,6 +15,7 @@ from crystallite.cli.main import main
 from tests.helpers.artifacts import network, saved
 from tests.helpers.http_client import answer, call, infer
 from tests.helpers.tolerance import assert_close
+from tests.helpers.waiting import PATIENCE, wait_for
 
 
 def run(*arguments):
@@ -47,21 +47,19 @@ def test_plan(folder, capsys):
 
 def test_sigterm_answers_what_was_accepted(tmp_path, model, x):
     path = saved(model, tmp_path / "small", passed=None)
+    long = ("--max-wait", PATIENCE, "--timeout", PATIENCE)
     with (
-        served(path, "--unvalidated", "--max-wait", 10, "--max-batch", 1000) as (process, url),
+        served(path, "--unvalidated", *long, "--max-batch", 1000) as (process, url),
         ThreadPoolExecutor(20) as pool,
     ):
         accepted = [pool.submit(infer, url, x + i) for i in range(20)]
-        until = time.monotonic() + 9
-        while 'queue_requests{model="small"} 20' not in call(url, "/metrics")[2]:
-            assert time.monotonic() < until
-            time.sleep(0.02)
+        wait_for(lambda: re.search(r'queue_requests{model="small"} 20\b', call(url, "/metrics")[2]))
         process.send_signal(signal.SIGTERM)
         for i, done in enumerate(accepted):
             status, _, body = done.result()
             assert status == 200
             assert_close(answer(body), model(x + i).detach())
-        assert process.wait(60) == 0
+        assert process.wait(PATIENCE) == 0
         assert process.stderr.read() == ""
         with pytest.raises(ConnectionError):
             call(url, "/v2")
@@ -83,7 +81,7 @@ def test_sighup_brings_a_new_version_or_keeps_the_old(tmp_path, x):
         assert "small stays as it is" in process.stderr.readline()
         assert_close(answer(infer(url, x)[2]), models[1](x).detach())
         process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 0
+        assert process.wait(PATIENCE) == 0
 
 
 def test_two_ports_and_a_log(folder, model, x):
@@ -96,7 +94,7 @@ def test_two_ports_and_a_log(folder, model, x):
         with grpc.insecure_channel(target) as channel:
             assert grpc_client.infer(channel, grpc_client.request(x, "small", id="second"))[0] == grpc.StatusCode.OK
         process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0
+        assert process.wait(PATIENCE) == 0
         lines = [json.loads(line) for line in process.stderr]
     assert [(line["protocol"], line["status"], line["request_id"]) for line in lines] == [
         ("http", 200, "first"),

@@ -22,7 +22,7 @@ def output_error(allocation):
     return sum(curve.options[allocation.chosen.get(name, 0)][1] for name, curve in allocation.layers.items())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=4), st.floats(0.15, 1.0))
 def test_a_budget_is_met_and_close_to_the_best_choice(sensitivities, budget):
     layers = {str(i): layer((16, 16), value) for i, value in enumerate(sensitivities)}

@@ -10,7 +10,7 @@ from crystallite.partitioning.coclustering import agreement, assign, cocluster, 
 
 
 @given(st.integers(1, 6), st.integers(0, 2**32 - 1))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_ones_in_the_spectrum_count_components(k, seed):
     rng = np.random.default_rng(seed)
     rows, cols = rng.integers(0, k, 12), rng.integers(0, k, 15)

@@ -78,7 +78,7 @@ def test_tasks_that_share_some_inputs_are_found():
 
 
 @given(st.lists(st.tuples(*[st.integers(2, 6)] * 3), min_size=1, max_size=4), st.integers(0, 2**32 - 1))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_separate_networks_are_told_apart_whatever_their_sizes(sizes, seed):
     rng = np.random.default_rng(seed)
     model, parts = block_network(sizes, rng)

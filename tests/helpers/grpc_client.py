@@ -3,6 +3,7 @@
 import pytest
 
 from crystallite.serving.grpc_messages import message
+from tests.helpers.waiting import PATIENCE
 
 grpc = pytest.importorskip("grpc", reason="needs grpcio")
 Code = grpc.StatusCode
@@ -13,7 +14,7 @@ def send(channel, content, call=INFER, **options):
     """(code, what was answered or said, trailing metadata) for bytes that may be anything."""
     method = channel.unary_unary(call)  # no serializer: bytes as they are
     try:
-        answer, done = method.with_call(content, timeout=options.pop("timeout", 60), **options)
+        answer, done = method.with_call(content, timeout=options.pop("timeout", PATIENCE), **options)
         return Code.OK, answer, dict(done.trailing_metadata())
     except grpc.RpcError as error:
         return error.code(), error.details(), dict(error.trailing_metadata() or ())

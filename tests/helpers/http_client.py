@@ -3,17 +3,18 @@
 import http.client
 import json
 import threading
-import time
 from urllib.parse import urlsplit
 
 import torch
+
+from tests.helpers.waiting import PATIENCE
 
 TOKEN = "a token that nobody guesses"
 
 
 def call(url, path, body=None, method=None, headers=()):
     """(status, headers, body as JSON or text)."""
-    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=60)
+    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=PATIENCE)
     try:
         connection.request(method or ("GET" if body is None else "POST"), path, body, dict(headers))
         response = connection.getresponse()
@@ -47,12 +48,5 @@ class Slow(torch.nn.Module):
 
     def forward(self, x):
         self.calls += 1
-        assert self.gate.wait(60)
+        assert self.gate.wait(PATIENCE)
         return self.inner(x)
-
-
-def wait_for(condition):
-    until = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.005)

@@ -141,7 +141,7 @@ def test_undone_bit_for_bit(kind, dtype):
         elements=st.sampled_from([0.0, 0.0, 0.0, 1.5, -2.0]),
     )
 )
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 def test_any_structure(w):
     weight = torch.from_numpy(w)
     layer = cx.BlockLinear.from_dense(weight, None, cx.decompose(w))

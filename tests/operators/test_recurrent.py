@@ -230,7 +230,7 @@ def test_inputs_fall_into_blocks_too():
     assert_same(compiled(blocks, x), dense(x))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(1, 12), st.sampled_from(MODES), st.floats(0, 0.5), st.booleans(), st.integers(1, 9), st.integers(0))
 def test_any_mask(hidden, mode, density, bidirectional, smallest, seed):
     torch.manual_seed(seed % 2**31)

@@ -76,7 +76,7 @@ def test_before_after_and_undone(name):
     assert all(torch.equal(tensor, state[key]) for key, tensor in model.state_dict().items())
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(st.lists(st.integers(1, 9), min_size=3, max_size=5), st.integers(1, 4), st.integers(0, 2**32 - 1))
 def test_chains_of_shared_partitions_leave_nothing_to_move(sizes, k, seed):
     rng = np.random.default_rng(seed)
@@ -98,7 +98,7 @@ def test_chains_of_shared_partitions_leave_nothing_to_move(sizes, k, seed):
         assert all(junction.shuffles == 0 for junction in junctions(moved, spaces))
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(st.integers(2, 4), st.integers(1, 3), st.integers(0, 2**32 - 1))
 def test_finer_blocks_of_the_writer_need_no_shuffle(k, finer, seed):
     rng = np.random.default_rng(seed)

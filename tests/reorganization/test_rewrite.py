@@ -173,7 +173,7 @@ def test_equals_the_annealed_model(kind, options):
         assert_close(found, wanted)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     sizes=st.lists(st.integers(1, 12), min_size=2, max_size=5),
     kept=st.floats(0, 0.5),

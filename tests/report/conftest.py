@@ -1,4 +1,7 @@
-"""A real browser for the page; tests that need one are skipped, with the reason, where there is none."""
+"""A real browser for the page; tests that need one are skipped, with the reason, where there is none.
+
+CRYSTALLITE_REQUIRE_BROWSER=1, as in `.ci/run`, makes them fail instead.
+"""
 
 import os
 import shutil
@@ -13,6 +16,12 @@ from tests.helpers.reports import Planted, front_rows, monitor_rows, sweep_rows
 
 _ARGUMENTS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
               "--disable-background-networking", "--disable-component-update"]  # fmt: skip
+
+
+def unavailable(reason):
+    if os.environ.get("CRYSTALLITE_REQUIRE_BROWSER"):
+        pytest.fail(reason)
+    pytest.skip(reason)
 
 
 @pytest.fixture(scope="session")
@@ -37,11 +46,14 @@ def page_path(full_report, tmp_path_factory):
 
 @pytest.fixture(scope="module")  # Playwright holds an event loop, which other tests must not meet
 def browser():
-    sync = pytest.importorskip("playwright.sync_api", reason="needs Playwright: pip install playwright")
+    try:
+        from playwright.sync_api import sync_playwright
+    except ImportError:
+        unavailable("needs Playwright: pip install playwright")
     chromium = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
     if chromium is None:
-        pytest.skip("needs Chromium: apt install chromium, or name it in CHROMIUM")
-    with sync.sync_playwright() as playwright:
+        unavailable("needs Chromium: apt install chromium, or name it in CHROMIUM")
+    with sync_playwright() as playwright:
         opened = playwright.chromium.launch(executable_path=chromium, args=_ARGUMENTS)
         yield opened
         opened.close()
@@ -73,5 +85,5 @@ def visit(browser):
 def axe():
     file = Path(os.environ.get("AXE_CORE") or Path(__file__).parent / "node_modules/axe-core/axe.min.js")
     if not file.is_file():
-        pytest.skip("needs axe-core: npm ci --prefix tests/report, or name axe.min.js in AXE_CORE")
+        unavailable("needs axe-core: npm ci --prefix tests/report, or name axe.min.js in AXE_CORE")
     return file.read_text(encoding="utf-8")

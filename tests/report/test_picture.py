@@ -20,7 +20,7 @@ def runs_at(order, threshold):
     return {frozenset(part.tolist()) for part in parts if len(part) > 1}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(matrices, st.floats(0.1, 5))
 def test_one_order_has_the_blocks_of_every_level_as_runs(w, threshold):
     profile = level_profile(w)
@@ -29,7 +29,7 @@ def test_one_order_has_the_blocks_of_every_level_as_runs(w, threshold):
     assert runs_at(level_order(profile), threshold) == expected
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(matrices, st.integers(1, 12), st.randoms(use_true_random=False))
 def test_densities_count_what_lies_in_each_cell(w, grid, random):
     rows, cols = (random.sample(range(n), n) for n in w.shape)
@@ -52,7 +52,7 @@ def test_densities_take_a_threshold_per_column():
     assert found.tolist() == [[0.0, 1.0], [1.0, 1.0]]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(matrices, st.integers(1, 4))
 def test_a_cell_knows_the_first_stop_that_keeps_a_share_of_it(w, grid):
     thresholds = np.array([4.5, 2.5, 1.0, 0.5])

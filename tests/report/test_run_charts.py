@@ -55,7 +55,7 @@ def test_all_methods_are_named(cost):
     assert all(box[0] >= 0 and box[2] <= chart.width for box in found.values())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(points=st.lists(st.tuples(st.floats(1, 9), st.floats(0, 1)), min_size=1, max_size=16))
 def test_names_are_never_over_each_other(points):
     named = [(f"a method {i}", cost, cost, quality) for i, (cost, quality) in enumerate(points)]

@@ -43,7 +43,7 @@ def assert_same(found, expected):
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 9), st.integers(1, 9))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_redistribute_is_the_papers_formula(seed, rows, cols):
     rng = np.random.default_rng(seed)
     structure = cx.decompose(rng.random((rows, cols)) < 0.25)

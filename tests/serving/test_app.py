@@ -1,20 +1,20 @@
 """The protocol over HTTP: what is wrong is said with a 4xx, and the server stays up."""
 
-import http.client
 import socket
-import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from urllib.parse import urlsplit
 
 import pytest
 import torch
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 import crystallite as cx
 from crystallite.serving import Limits, Listener, Service
 from tests.helpers.artifacts import TOGETHER, network, saved
-from tests.helpers.http_client import TOKEN, Slow, answer, call, infer, request, wait_for
+from tests.helpers.http_client import TOKEN, Slow, answer, call, infer, request
 from tests.helpers.tolerance import assert_close
+from tests.helpers.waiting import PATIENCE, wait_for
 
 
 @pytest.fixture
@@ -55,20 +55,19 @@ def test_answers(url, model, x):
     assert_close(answer(body), model(x).detach())
 
 
-def test_answers_do_not_wait_for_acknowledgements(url, x):
-    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=60)
+def test_answers_do_not_wait_for_acknowledgements(folder, x, monkeypatch):
+    """Nagle's algorithm would hold the second part of an answer back until the client confirms the first."""
+    found = []
 
-    def median():
-        times = []
-        for _ in range(9):
-            started = time.perf_counter()
-            connection.request("POST", "/v2/models/small/infer", request(x))
-            assert connection.getresponse().read()
-            times.append(time.perf_counter() - started)
-        return sorted(times)[4]
+    def connection_made(self, transport):
+        found.append(transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+        made(self, transport)
 
-    assert any(median() < 0.035 for _ in range(20))  # Nagle's algorithm would make it 40 ms every time
-    connection.close()
+    made = HttpToolsProtocol.connection_made
+    monkeypatch.setattr(HttpToolsProtocol, "connection_made", connection_made)
+    with Service.load(folder) as service, Listener(service, port=0) as listener:
+        assert infer(listener.url, x)[0] == 200
+    assert found == [1]
 
 
 @pytest.mark.parametrize(
@@ -119,7 +118,7 @@ def test_headers_that_are_too_large(url):
 def test_headers_without_an_end(url, start):
     chunk = b"X: x\r\n" * 1000 if start.endswith(b"\n") else b"x" * 6000
     sent = 0
-    with socket.create_connection((urlsplit(url).hostname, urlsplit(url).port), timeout=30) as connection:
+    with socket.create_connection((urlsplit(url).hostname, urlsplit(url).port), timeout=PATIENCE) as connection:
         with suppress(ConnectionError):
             connection.sendall(start)
             while sent < 50_000_000:
@@ -135,7 +134,7 @@ def test_headers_without_an_end(url, start):
 )
 @pytest.mark.usefixtures("alive")
 def test_what_is_not_http(url, raw):
-    with socket.create_connection((urlsplit(url).hostname, urlsplit(url).port), timeout=5) as connection:
+    with socket.create_connection((urlsplit(url).hostname, urlsplit(url).port), timeout=PATIENCE) as connection:
         connection.sendall(raw)
 
 
@@ -149,12 +148,12 @@ def test_bodies_that_are_too_large(folder, x, chunked):
         assert infer(listener.url, x)[0] == 200
 
 
-def test_bodies_that_do_not_come(folder, x):
+def test_bodies_that_do_not_come(folder):
     with Service.load(folder, limits=Limits(timeout=0.2)) as service, Listener(service, port=0) as listener:
-        with socket.create_connection(("127.0.0.1", urlsplit(listener.url).port), timeout=5) as connection:
+        with socket.create_connection(("127.0.0.1", urlsplit(listener.url).port), timeout=PATIENCE) as connection:
             connection.sendall(b"POST /v2/models/small/infer HTTP/1.1\r\nHost: a\r\nContent-Length: 50\r\n\r\n{")
             assert b" 408 " in connection.recv(4096)
-        assert infer(listener.url, x)[0] == 200
+        assert call(listener.url, "/v2/health/live")[0] == 200
 
 
 @pytest.fixture
@@ -189,11 +188,9 @@ def test_a_full_queue(slow, x):
 
 def test_a_deadline(slow, x):
     url, piece, _ = slow
-    started = time.monotonic()
     status, _, body = infer(url, x, parameters={"timeout": 100_000})
     assert status == 504
     assert "0.1 s" in body["error"]
-    assert time.monotonic() - started < 2
     piece.gate.set()
     assert infer(url, x)[0] == 200
 
@@ -206,7 +203,7 @@ def test_a_client_that_hangs_up_is_not_computed(slow, x):
         wait_for(lambda: piece.calls == 1)
         content = request(x)
         head = f"POST /v2/models/small/infer HTTP/1.1\r\nHost: a\r\nContent-Length: {len(content)}\r\n\r\n"
-        with socket.create_connection(("127.0.0.1", urlsplit(url).port), timeout=5) as connection:
+        with socket.create_connection(("127.0.0.1", urlsplit(url).port), timeout=PATIENCE) as connection:
             connection.sendall((head + content).encode())
             wait_for(lambda: waiting.waiting == 1)
         wait_for(lambda: waiting.waiting == 0)
@@ -287,7 +284,7 @@ def test_metrics(url, x):
     infer(url, x)
     text = call(url, "/metrics")[2]
     assert 'crystallite_requests_total{model="small",status="200"}' in text
-    assert 'crystallite_batch_samples_bucket{model="small",le="8"}' in text
+    assert 'crystallite_batch_samples_bucket{le="8.0",model="small"}' in text
     for piece in range(4):
         assert f'crystallite_piece_seconds_count{{model="small",piece="1.{piece}"}}' in text
         assert f'crystallite_replicas{{model="small",piece="1.{piece}"}} 1' in text

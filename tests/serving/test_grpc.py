@@ -2,7 +2,6 @@
 
 import re
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -16,8 +15,9 @@ from crystallite.serving import Limits, Listener, Service
 from crystallite.serving.grpc_messages import message
 from tests.helpers.artifacts import APART, TOGETHER, network, saved
 from tests.helpers.grpc_client import INFER, Code, infer, request, send
-from tests.helpers.http_client import TOKEN, Slow, wait_for
+from tests.helpers.http_client import TOKEN, Slow
 from tests.helpers.tolerance import assert_close
+from tests.helpers.waiting import PATIENCE, wait_for
 
 grpc = pytest.importorskip("grpc", reason="needs grpcio")
 triton = pytest.importorskip("tritonclient.grpc", reason="needs tritonclient[grpc]")
@@ -141,7 +141,7 @@ def test_half_precision_has_no_typed_contents(channel):
     assert "raw_input_contents" in said
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=60)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], max_examples=60)
 @given(content=st.binary(min_size=1, max_size=60))
 @pytest.mark.usefixtures("alive")
 def test_any_bytes_are_the_caller_s_error(channel, content):
@@ -222,13 +222,11 @@ def test_full_queues_deadlines_and_clients_that_leave(slow, x):
         assert int(trailing["retry-after"]) >= 1
         leaving.cancel()
         wait_for(lambda: service.models["f32"].batcher.waiting == 0)
-        started = time.monotonic()
         late = request(x, parameters={"timeout": {"int64_param": 100_000}})
         code, said, _ = infer(channel, late)
         assert code == Code.DEADLINE_EXCEEDED
         assert "0.1 s" in said
         assert infer(channel, request(x), timeout=0.1)[0] == Code.DEADLINE_EXCEEDED  # the call's own
-        assert time.monotonic() - started < 5
         wait_for(lambda: service.models["f32"].batcher.waiting == 0)
         piece.gate.set()
         assert busy.result()[0] == Code.OK
@@ -248,8 +246,8 @@ def test_closing_answers_what_was_accepted(slow, x):
         wait_for(lambda: service.models["f32"].batcher.waiting == 1)
         closing = threading.Thread(target=listener.close)
         closing.start()
-        wait_for(lambda: infer(channel, request(x), timeout=5)[0] == Code.UNAVAILABLE)
+        wait_for(lambda: infer(channel, request(x), timeout=PATIENCE)[0] == Code.UNAVAILABLE)
         piece.gate.set()
         assert [done.result()[0] for done in accepted] == [Code.OK] * 2
-        closing.join(30)
+        closing.join(PATIENCE)
         assert not closing.is_alive()

@@ -6,7 +6,8 @@ import logging
 import pytest
 
 from crystallite.serving.logs import log
-from tests.helpers.http_client import call, infer, request, wait_for
+from tests.helpers.http_client import call, infer, request
+from tests.helpers.waiting import wait_for
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 

@@ -6,6 +6,7 @@ from hypothesis import HealthCheck, given, settings
 from crystallite.serving import Listener
 from crystallite.serving.openapi import document
 from tests.helpers.http_client import TOKEN, call, infer, request
+from tests.helpers.waiting import PATIENCE
 
 schemathesis = pytest.importorskip("schemathesis", reason="needs schemathesis")
 
@@ -26,10 +27,10 @@ GOOD, BAD = schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NE
 def test_what_is_described_is_what_happens(url, operation, mode):
     checks = schemathesis.checks
 
-    @settings(max_examples=15, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=15, database=None, suppress_health_check=list(HealthCheck))
     @given(case=operation.as_strategy(generation_mode=mode))
     def check(case):
-        response = case.call(base_url=url, timeout=30)
+        response = case.call(base_url=url, timeout=PATIENCE)
         assert response.status_code < 500
         case.validate_response(
             response,

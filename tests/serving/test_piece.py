@@ -30,7 +30,7 @@ def assert_pieces_are_as_planned(folder, machine=APART, into=None):
 
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")  # parts that read no input, in ChainLayer.part
 @given(hop=st.floats(1e-10, 1e-6), groups=st.integers(2, 6), dead=st.sampled_from([0.0, 0.3]), seed=st.integers(0, 5))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_parts_of_a_network(tmp_path_factory, hop, groups, dead, seed):
     model = network((13, 25, 22, 9), groups, torch.float64, seed, dead)
     folder = saved(model, tmp_path_factory.mktemp("parts") / "small")

@@ -30,7 +30,7 @@ def test_heavy_parts_are_services_of_their_own(folder):
 
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")  # parts that read no input, in ChainLayer.part
 @given(hop=st.floats(1e-10, 1e-6), groups=st.integers(1, 6), dead=st.sampled_from([0.0, 0.3]), seed=st.integers(0, 5))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_however_it_is_cut_it_computes_the_same(hop, groups, dead, seed):
     model = network((13, 25, 22, 9), groups, torch.float64, seed, dead)
     machine = Machine(hop, 1e9, 1e9)

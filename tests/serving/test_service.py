@@ -2,7 +2,6 @@
 
 import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -11,10 +10,12 @@ import torch
 from torch import nn
 
 import crystallite as cx
-from crystallite.serving import Limits, Refusal, Service
+from crystallite.serving import Refusal, Service
 from tests.helpers.artifacts import APART, TOGETHER, network, saved
 from tests.helpers.block_models import Gated, block_convolution, block_linear
+from tests.helpers.http_client import Slow
 from tests.helpers.tolerance import assert_close
+from tests.helpers.waiting import wait_for
 
 
 @pytest.mark.parametrize("machine", [APART, TOGETHER])
@@ -34,24 +35,20 @@ def test_many_callers_get_their_own_answers(service, model):
         assert_close(y, model(x).detach())
 
 
-def test_collecting_beats_one_call_per_request(tmp_path):
+def test_requests_that_wait_are_computed_together(folder, model):
     """20 callers of batch 1. Alone, each call reads all weights; together, they are read once for all."""
-    wide = saved(network((2048, 2048, 2048, 2048), 2, head=False), tmp_path / "wide")
-    x = torch.randn(1, 2048)
-
-    def seconds(max_batch):
-        with Service.load(wide, limits=Limits(max_batch=max_batch), machine=TOGETHER) as service:
-
-            def call(_):
-                for _ in range(8):
-                    service.infer(x)
-
-            with ThreadPoolExecutor(20) as pool:
-                started = time.perf_counter()
-                list(pool.map(call, range(20)))
-                return time.perf_counter() - started
-
-    assert any(seconds(64) < 0.8 * seconds(1) for _ in range(5))
+    inputs = torch.randn(20, 1, 12)
+    with Service.load(folder, machine=TOGETHER) as service, ThreadPoolExecutor(20) as pool:
+        served = service.models["small"]
+        served.engine._pieces["model"] = piece = Slow(served.engine._pieces["model"])
+        first = pool.submit(service.infer, inputs[0])
+        wait_for(lambda: piece.calls == 1)
+        others = [pool.submit(service.infer, x) for x in inputs[1:]]
+        wait_for(lambda: served.batcher.waiting == 19)
+        piece.gate.set()
+        for x, answer in zip(inputs, [first, *others], strict=True):
+            assert_close(answer.result(), model(x).detach())
+        assert piece.calls == 2
 
 
 @pytest.mark.parametrize(

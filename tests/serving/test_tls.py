@@ -15,6 +15,7 @@ import crystallite as cx
 from crystallite.serving import Listener, Service
 from tests.helpers.http_client import TOKEN, request
 from tests.helpers.tolerance import assert_close
+from tests.helpers.waiting import PATIENCE
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="needs the openssl program")
 
@@ -37,7 +38,7 @@ def listener(folder, pair):
 
 
 def post(listener, context, x):
-    connection = http.client.HTTPSConnection(urlsplit(listener.url).netloc, timeout=30, context=context)
+    connection = http.client.HTTPSConnection(urlsplit(listener.url).netloc, timeout=PATIENCE, context=context)
     try:
         connection.request("POST", "/v2/models/small/infer", request(x), {"Authorization": f"Bearer {TOKEN}"})
         response = connection.getresponse()
@@ -58,7 +59,7 @@ def test_what_is_no_handshake(listener, pair, x):
     with pytest.raises(ssl.SSLCertVerificationError):
         post(listener, ssl.create_default_context(), x)  # nobody vouches for it
     where = urlsplit(listener.url)
-    with socket.create_connection((where.hostname, where.port), timeout=10) as connection:
+    with socket.create_connection((where.hostname, where.port), timeout=PATIENCE) as connection:
         connection.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: a\r\n\r\n")
         assert b"200" not in connection.recv(100)
     assert post(listener, ssl.create_default_context(cafile=pair[0]), x)[0] == 200
@@ -75,7 +76,7 @@ def test_grpc(listener, pair, model, x):
         triton.InferenceServerClient(listener.grpc_target) as client,
         pytest.raises(triton.InferenceServerException, match="UNAVAILABLE"),
     ):
-        client.infer("small", [given], headers=allowed, client_timeout=10)
+        client.infer("small", [given], headers=allowed, client_timeout=PATIENCE)
 
 
 def test_files_that_do_not_belong_together(folder, pair, tmp_path):
@@ -92,7 +93,7 @@ def test_files_that_do_not_belong_together(folder, pair, tmp_path):
 
 def test_numbers_are_the_same_as_without(listener, pair, model, x):
     connection = http.client.HTTPSConnection(
-        urlsplit(listener.url).netloc, timeout=30, context=ssl.create_default_context(cafile=pair[0])
+        urlsplit(listener.url).netloc, timeout=PATIENCE, context=ssl.create_default_context(cafile=pair[0])
     )
     body = request(x, parameters={"binary_data_output": True})
     connection.request("POST", "/v2/models/small/infer", body, {"Authorization": f"Bearer {TOKEN}"})

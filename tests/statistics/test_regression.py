@@ -51,7 +51,7 @@ def oracle(x, t, own, with_bias, ridge):
     return weight, mean_t - weight @ mean_x
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(0, 99), st.booleans(), st.lists(st.integers(1, 89), max_size=3))
 def test_sums_give_the_solution_of_the_samples(seed, with_bias, cuts):
     x, t, held_x, held_t, own = problem(seed)
@@ -78,7 +78,7 @@ def test_rank_errors_are_those_of_the_truncated_weights(outputs, inputs):
     assert found.rank_errors(up, down)[: len(expected)] == pytest.approx(expected, rel=EXACT)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.integers(0, 99), st.sampled_from([(5, 7), (9, 4), (6, 6)]), st.integers(1, 3))
 def test_low_rank_is_the_best_of_its_rank(seed, size, rank):
     """Independent oracle: the truncated SVD of W M^½, with M^½ from an eigendecomposition."""
@@ -116,7 +116,7 @@ def test_a_coupling_channel_never_hurts_and_takes_over_what_it_can():
     assert errors[-1] < 0.05 * errors[0]
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.integers(0, 99), st.integers(1, 6))
 def test_what_is_kept_is_fitted_again(seed, size):
     found = solved(seed)

@@ -62,7 +62,7 @@ square_masks = st.integers(0, 12).flatmap(
 
 
 @given(masks)
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 def test_bipartite_engines_agree_with_networkx(mask):
     graph = cx.decompose(mask)
     assert graph == cx.decompose(mask, engine="matrix")
@@ -80,7 +80,7 @@ def test_bipartite_engines_agree_with_networkx(mask):
 
 
 @given(masks)
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 def test_reordered_mask_is_block_diagonal(mask):
     s = cx.decompose(mask)
     assert sorted(s.P.source) == list(range(mask.shape[0]))
@@ -97,7 +97,7 @@ def test_reordered_mask_is_block_diagonal(mask):
 
 
 @given(masks, st.randoms(use_true_random=False))
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_relabelling_neurons_relabels_blocks(mask, random):
     p, q = (np.array(random.sample(range(n), n), int) for n in mask.shape)
     s, t = cx.decompose(mask), cx.decompose(mask[p][:, q])
@@ -109,7 +109,7 @@ def test_relabelling_neurons_relabels_blocks(mask, random):
 
 
 @given(square_masks)
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 def test_directed_engines_agree_with_networkx(mask):
     d = cx.decompose(mask, kind="directed")
     assert d == cx.decompose(mask, kind="directed", engine="matrix")
@@ -131,7 +131,7 @@ def test_directed_engines_agree_with_networkx(mask):
 
 
 @given(square_masks)
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 def test_frobenius_form(mask):
     d = cx.decompose(mask, kind="directed")
     reordered = d.apply(mask)
@@ -186,7 +186,7 @@ class TestEdgeCases:
 
 @pytest.mark.parametrize("side", ["source", "image"])
 @given(mask=masks)
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_co_source_and_co_image_give_the_same_blocks(side, mask):
     from crystallite.structure.boolean import bipartite_labels
 
@@ -224,7 +224,7 @@ def test_minus_zero_is_a_threshold_of_zero(engine):
 
 
 @given(npst.arrays(np.float32, (5, 70), elements=st.floats(-2, 2, width=32)), st.data())
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 def test_thresholds_per_column(w, data):
     limits = np.array(data.draw(st.lists(st.floats(0, 2), min_size=70, max_size=70)))
     expected = cx.decompose(np.abs(w.astype(float)) >= limits)

@@ -30,7 +30,7 @@ def check_against_decompose(profile, w, c):
 
 
 @given(weights, st.floats(1e-6, 5))
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 def test_every_level_equals_decompose(w, c):
     profile = cx.level_profile(w)
     for threshold in (c, *profile.thresholds[:6], *np.nextafter(profile.thresholds[:6], 9)):

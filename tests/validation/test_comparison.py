@@ -6,7 +6,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from crystallite.core.errors import InvalidOption
@@ -24,7 +24,6 @@ def compare(original, other, *cuts):
     return running.done()
 
 
-@settings(deadline=None)
 @given(st.integers(1, 30), st.sets(st.integers(0, 30), max_size=5), st.integers(0, 2**31))
 def test_batches_do_not_matter(samples, cuts, seed):
     generator = torch.Generator().manual_seed(seed)

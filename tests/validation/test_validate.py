@@ -101,7 +101,7 @@ def test_a_slice_that_goes_wrong_is_named(as_function):
     assert next(p for p in verdict.slices if p.label == "near").reorganized == 1.0
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(st.integers(1, 300), st.booleans())
 def test_batch_size_does_not_change_the_verdict(batch, right):
     model = classifier()

@@ -5,7 +5,6 @@ import json
 import os
 import pickle
 import struct
-import subprocess
 import sys
 import zipfile
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch
 from crystallite.core.errors import CheckpointError
 from crystallite.weights import open_checkpoint
 from tests.helpers import hostile_gguf, hostile_onnx
+from tests.helpers.waiting import finished
 
 
 def safetensors(entries, data=b"", header=None, length=None):
@@ -330,6 +330,6 @@ def test_bombs_take_no_memory(tmp_path):
         file.write((5 << 30).to_bytes(8, "little") + b"{")
         file.truncate(6 << 30)
     command = [sys.executable, "-c", MEASURE, *map(str, tmp_path.iterdir())]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    result = finished(command)
     assert result.returncode == 0, result.stderr
     assert int(result.stdout) < 200_000

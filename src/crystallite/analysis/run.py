@@ -19,6 +19,7 @@ from crystallite.annealing.neyman import CORRECTIONS, resolve_level
 from crystallite.annealing.random_walk import METHODS
 from crystallite.core.errors import InvalidOption
 from crystallite.core.suggest import check_choice, matching, suggest_keywords
+from crystallite.core.tables import terminal_width, text_table
 from crystallite.weights.checkpoint import Checkpoint, open_checkpoint
 from crystallite.weights.layers import Layer, recognise
 
@@ -63,8 +64,8 @@ class Analysis:
             "skipped": self.skipped,
         }
 
-    def table(self, width: int = 100) -> str:
-        """The rows as text, no line longer than `width`."""
+    def table(self, width: int | None = None) -> str:
+        """The rows as text, lines no longer than `width` if there is one."""
         cells = [["matrix", "shape", "null", "KS", "kept", "blocks", "largest", "dormant", "finding"]]
         for row in self.rows:
             shape = f"{row.rows}×{row.cols}" + (f"·{row.matrices}" if row.matrices > 1 else "")
@@ -74,14 +75,13 @@ class Analysis:
             cells.append(
                 [row.name, shape, null, f"{row.null_fit:.2f}", kept, str(row.n_blocks), largest, dormant, row.finding]
             )
-        widths = _widths(cells, width)
-        if sum(widths) + 2 * (len(widths) - 1) > width:  # a narrow terminal: do without the null
-            cells = [[*row[:2], *row[4:]] for row in cells]
-            widths = _widths(cells, width)
-        return "\n".join(_line(row, widths) for row in cells)
+        lines = text_table(cells, width)
+        if width is not None and max(map(len, lines)) > width:  # a narrow terminal: do without the null
+            lines = text_table([[*row[:2], *row[4:]] for row in cells], width)
+        return "\n".join(lines)
 
     def __repr__(self) -> str:
-        return f"{self.table()}\n\n{self.source}: {self.verdict}"
+        return f"{self.table(terminal_width())}\n\n{self.source}: {self.verdict}"
 
     def _repr_html_(self) -> str:
         from html import escape
@@ -238,33 +238,3 @@ def _short(null: str) -> str:
     family, _, numbers = null.partition("(")
     scale = re.search(r"[\d.]+(e-?\d+)?", numbers)
     return f"{family.lower()} {float(scale[0]):.2g}".replace(" 0.", " .") if scale else family.lower()
-
-
-def _widths(cells: list[list[str]], width: int) -> list[int]:
-    """Column widths; the names give way, down to twelve characters."""
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    excess = sum(widths) + 2 * (len(widths) - 1) - width
-    return [max(12, widths[0] - max(0, excess)), *widths[1:]]
-
-
-def _line(cells: list[str], widths: list[int]) -> str:
-    """Names on the left, the rest on the right."""
-    name, *rest = cells
-    left = _abbreviated(name, widths[0])
-    fitted = [c if len(c) <= w else c[: w - 1] + "…" for c, w in zip(rest, widths[1:], strict=True)]
-    return "  ".join([f"{left:<{widths[0]}}", *(f"{c:>{w}}" for c, w in zip(fitted, widths[1:], strict=True))]).rstrip()
-
-
-def _abbreviated(name: str, width: int) -> str:
-    """A name in `width` characters: the first parts by their first letter, as many as it takes; numbers stay.
-
-    >>> _abbreviated("encoder.layer.0.attention.output.dense", 22)
-    'e.l.0.a.output.dense'
-    """
-    parts = name.split(".")
-    for i, part in enumerate(parts[:-1]):
-        if len(".".join(parts)) <= width:
-            break
-        parts[i] = part if part.isdigit() else part[:1]
-    short = ".".join(parts)
-    return short if len(short) <= width else "…" + short[-(width - 1) :]

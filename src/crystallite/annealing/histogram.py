@@ -1,4 +1,7 @@
-"""How many entries of a matrix have which magnitude, from one pass and at any resolution that is asked for later."""
+"""How many entries of a matrix have which magnitude, from one pass and at any resolution that is asked for later.
+
+Own code because `numpy.histogram` needs its bins before the matrix is read.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
 """Compiled passes over blocks of matrix rows; each runs without the interpreter lock.
 
+Own code because NumPy would read the matrix, and write a copy of it, for every step; each pass here reads it once.
+
 `bits` are magnitudes as unsigned integers that may carry the sign (see `crystallite.core.arrays`), `values` the numbers
 themselves as float32 or float64. Accumulators are float64 or int64 and are added to, not overwritten.
 """

@@ -21,6 +21,7 @@ from crystallite.baselines.shapes import decomposed, random_blocks
 from crystallite.baselines.torch_pruning import pruned_by_graph
 from crystallite.core.errors import CrystalliteError, InvalidOption
 from crystallite.core.suggest import check_choice, suggest_keywords
+from crystallite.core.tables import text_table
 from crystallite.data.batch import Batch, batches, evaluating
 from crystallite.data.calibration import Calibration
 from crystallite.data.outputs import main_output, tensors
@@ -29,7 +30,6 @@ from crystallite.graph.trace import Untraceable
 from crystallite.validation.comparison import RunningComparison
 from crystallite.validation.cost import count_macs
 from crystallite.validation.metrics import Metric, RunningMetric, as_metric
-from crystallite.validation.verdict import text_table
 
 __all__ = ["METHODS", "Row", "best_times", "compare", "makers", "table"]
 

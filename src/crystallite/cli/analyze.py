@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import shutil
 import sys
 from typing import Any
 
 from crystallite.analysis import analyze
 from crystallite.cli.running import print_result
+from crystallite.core.tables import terminal_width
 
 __all__ = ["run"]
 
@@ -16,7 +16,7 @@ __all__ = ["run"]
 def run(options: argparse.Namespace, given: dict[str, Any]) -> int:
     """Print the table and the verdict; 0."""
     analysis = analyze(options.source, progress=sys.stderr.isatty(), **given)
-    text = f"{analysis.table(shutil.get_terminal_size((100, 24)).columns)}\n\n{analysis.verdict}"
+    text = f"{analysis.table(terminal_width())}\n\n{analysis.verdict}"
     if analysis.skipped:
         text += f"\nLeft out: {len(analysis.skipped)} tensors that are no matrices of weights (--json lists them)."
     print_result(text, analysis.to_json(), options)

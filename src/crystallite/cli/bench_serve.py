@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from crystallite.cli.running import print_result
 from crystallite.core.errors import CrystalliteError, InvalidOption
+from crystallite.core.tables import text_table
 from crystallite.models.artifact import load as load_artifact
 from crystallite.models.opening import open_model
 from crystallite.reorganization.restore import restore
@@ -33,7 +34,6 @@ from crystallite.serving.plan import arrange
 from crystallite.serving.protocol import HEADER_LENGTH, INPUT
 from crystallite.serving.service import Service
 from crystallite.serving.signature import DATATYPES, Signature
-from crystallite.validation.verdict import text_table
 
 __all__ = ["best_quantile", "compared", "forward_seconds", "row", "run", "service_of"]
 

@@ -1,8 +1,10 @@
-"""Small integer tables that print like the paper's and compare like arrays."""
+"""Text tables, and small integer tables that print like the paper's and compare like arrays."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import shutil
+import sys
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +12,9 @@ import numpy as np
 
 from crystallite.core.errors import InvalidOption
 
-__all__ = ["Table"]
+__all__ = ["Table", "terminal_width", "text_table"]
+
+_LEAST = 12  # characters of a name or a text that gives way
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,8 +59,56 @@ class Table:
         return pandas.DataFrame(self.values, columns=list(self.columns))
 
     def __str__(self) -> str:
-        cells = [list(self.columns), *([str(v) for v in row] for row in self)]
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        return "\n".join("  ".join(f"{c:>{w}}" for c, w in zip(row, widths, strict=True)) for row in cells)
+        return "\n".join(text_table([self.columns, *([str(v) for v in row] for row in self)], left=()))
 
     __repr__ = __str__
+
+
+def text_table(rows: Sequence[Sequence[str]], width: int | None = None, left: Collection[int] = (0,)) -> list[str]:
+    """Lines of a table, the columns of `left` on the left and the others on the right.
+
+    With a `width`, longer lines are shortened: names in the first column by the first letters of their parts, and a
+    last column of `left` at its end.
+
+    >>> text_table([["layer", "blocks"], ["encoder.layer.0.output", "4"]])
+    ['layer                   blocks', 'encoder.layer.0.output       4']
+    >>> text_table([["layer", "blocks"], ["encoder.layer.0.output", "4"]], width=24)
+    ['layer             blocks', 'e.layer.0.output       4']
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    excess = 0 if width is None else max(0, sum(widths) + 2 * (len(widths) - 1) - width)
+    last = len(widths) - 1
+    if excess and last and last in left:  # the name and the text share what is left
+        room = widths[0] + widths[last] - excess
+        widths[0] = max(min(widths[0], max(room - widths[last], room // 2)), _LEAST)
+        widths[last] = max(room - widths[0], _LEAST)
+    elif excess:
+        widths[0] = max(widths[0] - excess, _LEAST)
+    return [_line(row, widths, left) for row in rows]
+
+
+def terminal_width() -> int | None:
+    """Columns of the terminal; None, for tables without abbreviations, where the output goes elsewhere."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def _line(row: Sequence[str], widths: Sequence[int], left: Collection[int]) -> str:
+    cells = [_abbreviated(row[0], widths[0]), *row[1:]]
+    cells = [c if len(c) <= w else c[: w - 1] + "…" for c, w in zip(cells, widths, strict=True)]
+    aligned = [f"{c:<{w}}" if i in left else f"{c:>{w}}" for i, (c, w) in enumerate(zip(cells, widths, strict=True))]
+    return "  ".join(aligned).rstrip()
+
+
+def _abbreviated(name: str, width: int) -> str:
+    """A name in `width` characters: the first parts by their first letter, as many as it takes; numbers stay.
+
+    >>> _abbreviated("encoder.layer.0.attention.output.dense", 22)
+    'e.l.0.a.output.dense'
+    """
+    parts = name.split(".")
+    for i, part in enumerate(parts[:-1]):
+        if len(".".join(parts)) <= width:
+            break
+        parts[i] = part if part.isdigit() else part[:1]
+    short = ".".join(parts)
+    return short if len(short) <= width else "…" + short[-(width - 1) :]

@@ -15,6 +15,7 @@ from crystallite.analysis import analyze
 from crystallite.baselines import METHODS, Row, compare, table
 from crystallite.compression.compress import compress
 from crystallite.core.errors import CrystalliteError
+from crystallite.core.tables import terminal_width, text_table
 from crystallite.models.artifact import save
 from crystallite.models.manifest import attach_verdict
 from crystallite.models.summary import summary
@@ -22,7 +23,6 @@ from crystallite.report import report
 from crystallite.separation import upgrade
 from crystallite.serving import Service
 from crystallite.validation import Verdict, sweep, validate
-from crystallite.validation.verdict import text_table
 
 __all__ = ["run"]
 
@@ -44,7 +44,7 @@ def run(out: Path) -> None:
     weights = out / "digits.safetensors"
     save_file(dense.state_dict(), weights)
     analysis = analyze(weights, null="init")
-    print(analysis.table())
+    print(analysis.table(terminal_width()))
     print(f"\n   {analysis.verdict}\n")
 
     print("2. Annealed by the paper's tests, at every level, beside the original\n")

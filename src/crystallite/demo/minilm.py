@@ -20,6 +20,7 @@ from crystallite.analysis import analyze
 from crystallite.baselines import compare, table
 from crystallite.compression.compress import compress
 from crystallite.core.errors import CrystalliteError
+from crystallite.core.tables import text_table
 from crystallite.models.artifact import save
 from crystallite.models.manifest import attach_verdict
 from crystallite.models.summary import summary
@@ -27,7 +28,6 @@ from crystallite.models.transformers_folder import open_pretrained
 from crystallite.report import report
 from crystallite.serving import Service
 from crystallite.validation import Verdict, sweep, validate
-from crystallite.validation.verdict import text_table
 
 __all__ = ["SentenceEncoder", "docstrings", "run"]
 

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from crystallite.core.suggest import suggest_keywords
+from crystallite.core.tables import terminal_width, text_table
 from crystallite.models.record import CompressedOptions, LayerChange, Record, record
 from crystallite.operators.chain import BlockChain
 from crystallite.operators.conv import BlockConv
@@ -58,24 +59,18 @@ class Summary:
             "notes": list(self.notes),
         }
 
-    def table(self, width: int = 100) -> str:
-        """The rows as text, no line longer than `width`; names and reasons give way."""
+    def table(self, width: int | None = None) -> str:
+        """The rows as text, lines no longer than `width` if there is one; names and reasons give way."""
         rows = [["layer", "kept", "multiply-adds", "became"]]
         for c in self.changes:
             macs = f"{c.macs_before:,} → {c.macs_after:,}" if c.macs_after != c.macs_before else f"{c.macs_before:,}"
             rows.append([c.name or "(model)", f"{c.kept_share:.1%}", macs, c.became])
-        names, kept, cost, reasons = (max(map(len, column)) for column in zip(*rows, strict=True))
-        room = max(width - kept - cost - 6, 24)  # for the name and what it became
-        names = min(names, max(room - reasons, room // 2))
-        return "\n".join(
-            f"{_end(a, names):<{names}}  {b:>{kept}}  {c:>{cost}}  {_start(d, room - names)}".rstrip()
-            for a, b, c, d in rows
-        )
+        return "\n".join(text_table(rows, width, left=(0, 3)))
 
     def __repr__(self) -> str:
         (m0, m1), (p0, p1) = self.macs, self.parameters
         total = f"multiply-adds {m0:,} → {m1:,} ({m1 / max(m0, 1):.0%}), parameters {p0:,} → {p1:,}"
-        return "\n".join([self.table(), "", total, *([self.order] if self.order else []), *self.notes])
+        return "\n".join([self.table(terminal_width()), "", total, *([self.order] if self.order else []), *self.notes])
 
 
 @suggest_keywords
@@ -128,11 +123,3 @@ def _notes(options: CompressedOptions) -> Iterator[str]:
         yield f"polished for {polish.steps} steps: error {polish.before:.2%} → {polish.after:.2%}"
     if options.guarantee:
         yield str(options.guarantee)
-
-
-def _end(text: str, width: int) -> str:
-    return text if len(text) <= width else "…" + text[1 - width :]
-
-
-def _start(text: str, width: int) -> str:
-    return text if len(text) <= width else text[: width - 1] + "…"

@@ -56,7 +56,7 @@ class _Handlers:
         self._service, self._door = service, RequestGuard(service, token)
 
     def guard(self, handler: Handler) -> Handler:
-        """The handler behind the token, with refusals as JSON, and with what came in the log."""
+        """The handler with authorization, errors as JSON, metrics and logging."""
         call = handler.__name__
 
         async def guarded(request: Request) -> Response:
@@ -129,7 +129,7 @@ class _Handlers:
         return Response(body, headers=headers)
 
     async def _body(self, request: Request) -> bytes:
-        """The whole body, but not more of it than is allowed, nor slower."""
+        """The whole request body; refused if it is larger or slower than the limits allow."""
         most = self._service.limits.max_bytes
         too_large = Refusal(413, f"expected a body of at most {most} bytes")
         claimed = request.headers.get("content-length", "0")
@@ -156,7 +156,7 @@ class _Handlers:
 
 @contextmanager
 def _cancelled_if_left(request: Request) -> Iterator[Callable[[], bool]]:
-    """Cancels the current task when the client leaves meanwhile; gives a function that says whether it did."""
+    """Cancel the current task when the client disconnects; yields a function that says whether it did."""
     task, is_watched = asyncio.current_task(), True
 
     def leave(leaving: asyncio.Future[Any]) -> None:
@@ -173,7 +173,7 @@ def _cancelled_if_left(request: Request) -> Iterator[Callable[[], bool]]:
 
 
 async def _linger(stream: AsyncIterator[bytes], request: Request) -> None:
-    """Read on a little: a client that is still sending when the connection closes may never see why."""
+    """Read on for a moment: a client that is still sending when the connection closes may never see the error."""
     if request.headers.get("expect", "").lower() == "100-continue":  # it waits for leave before it sends
         return
     left = _LINGER_BYTES

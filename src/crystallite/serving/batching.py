@@ -1,4 +1,4 @@
-"""`Batcher`: requests that arrive while others are computed are computed together."""
+"""`Batcher`: dynamic batching: requests that arrive while a batch is computed form the next batch."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Batcher:
         self._queue: list[_Waiting] = []
         self._arrival = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._closed = False
+        self._closed = self._flushing = False
         self._batch_seconds = 0.0  # of the last batch
 
     @property
@@ -80,15 +80,20 @@ class Batcher:
             entry.compute_seconds = time.monotonic() - waiting.taken
         return answer
 
+    def flush(self) -> None:
+        """Compute waiting requests at once from now on, without waiting for fuller batches."""
+        self._flushing = True
+        self._arrival.set()
+
     async def close(self) -> None:
-        """Take no more requests, and return when those that were taken are answered."""
+        """Accept no more requests, and return when the accepted ones are answered."""
         self._closed = True
-        self._arrival.set()  # nobody comes any more: no reason to wait for a fuller batch
+        self.flush()
         if self._tasks:
             await asyncio.wait(self._tasks)
 
     async def _work(self) -> None:
-        """Batch after batch until nobody waits."""
+        """Compute batch after batch until the queue is empty."""
         try:
             while self._queue:
                 if self._limits.max_wait:
@@ -104,7 +109,7 @@ class Batcher:
     async def _gather(self) -> None:
         """Wait for a full batch, but not longer than the first request may wait."""
         until = self._queue[0].arrived + self._limits.max_wait
-        while self._queue and not self._closed and sum(len(w.x) for w in self._queue) < self._limits.max_batch:
+        while self._queue and not self._flushing and sum(len(w.x) for w in self._queue) < self._limits.max_batch:
             self._arrival.clear()
             try:
                 async with asyncio.timeout(until - time.monotonic()):
@@ -113,7 +118,7 @@ class Batcher:
                 return
 
     def _take(self) -> list[_Waiting]:
-        """The requests that come first, as many as a batch holds, at least one."""
+        """The oldest requests, as many as fit into a batch, at least one."""
         batch: list[_Waiting] = []
         samples = 0
         while self._queue and (not batch or samples + len(self._queue[0].x) <= self._limits.max_batch):

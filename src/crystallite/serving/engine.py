@@ -26,10 +26,10 @@ class Engine(Protocol):
         """piece(x); raises `Unreachable` if no answer came, and what the piece raised if it failed."""
 
     async def replicas(self) -> Mapping[str, int]:
-        """How many answer for each piece now."""
+        """The number of running replicas of each piece."""
 
     async def close(self) -> None:
-        """Finish the calls that were started, and let go of the pieces."""
+        """Finish the running calls and release the pieces."""
 
 
 class LocalEngine:

@@ -65,7 +65,7 @@ class GrpcServer:
         await self._server.start()
 
     async def stop(self, grace: float) -> None:
-        """Take no more calls, and return when those that were taken are answered, or after so many seconds."""
+        """Accept no more calls, and return when the accepted ones are answered, or after `grace` seconds."""
         await self._server.stop(grace)
 
 

@@ -1,4 +1,4 @@
-"""HTTP/1.1 as uvicorn speaks it, with an end to headers."""
+"""uvicorn's HTTP/1.1 server with a limit on the size of headers, which uvicorn does not have."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TOO_MUCH = f'{{"error": "expected at most {MOST_HEADER_BYTES} bytes before the 
 
 
 def http_server(application: Any, grace: int, tls: tuple[Path, Path] | None) -> uvicorn.Server:
-    """A server of an ASGI application, quiet, believing no header of a proxy; `grace`: seconds to end in."""
+    """A uvicorn server of an ASGI application, without access log and proxy headers; `grace`: seconds to shut down."""
     certificate, key = tls or (None, None)
     config = uvicorn.Config(
         application, http=_BoundedHttp, ws="none", lifespan="off", log_level="warning", access_log=False,

@@ -1,4 +1,4 @@
-"""`Limits`: how much a service takes on at once."""
+"""`Limits`: batch size, queue length, timeouts and request size of a service."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MOST_HEADER_BYTES = 1 << 16  # of a request, with its first line
 
 @dataclass(frozen=True)
 class Limits:
-    """What a service accepts and how long it keeps it; each model has a queue of its own.
+    """The limits of a service; each model has a queue of its own.
 
     >>> Limits(max_batch=0)
     Traceback (most recent call last):

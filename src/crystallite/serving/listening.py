@@ -1,4 +1,4 @@
-"""`Listener`: a service on a port, or on two: one for HTTP and one for gRPC."""
+"""`Listener`: a service on a port for HTTP and, if asked for, one for gRPC."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MISSING = "serving over a network needs: pip install 'crystallite[serve]'"
 
 
 class Listener:
-    """A port that answers for a service, until it is closed: `with Listener(service) as listener: listener.url`.
+    """Serves a service over HTTP and gRPC until it is closed: `with Listener(service) as listener: listener.url`.
 
     Listens on this machine only; any other address needs a token, which requests carry as `Authorization: Bearer …`.
 
@@ -70,8 +70,9 @@ class Listener:
         self._done: Future[Any] = service.start(self._server.serve([self._socket]))
 
     def close(self) -> None:
-        """Accept nothing more, answer what was accepted, and return when that is done."""
+        """Stop accepting requests, and return when the accepted ones are answered."""
         self._server.should_exit = True
+        self._service.run(self._service.flush())
         if self._grpc is not None:
             self._service.run(self._grpc.stop(_GRACE))
         self._done.result()
@@ -107,7 +108,7 @@ def _check_certificate(certificate: Path, key: Path) -> None:
 
 
 def check_address(host: str, token: str | None) -> None:
-    """Refuse a token that is none, and an address beyond this machine without one."""
+    """Refuse a token that is too weak, and an address beyond this machine without a token."""
     if token is not None and not (token.isascii() and token.isprintable() and len(token) >= 16):
         raise InvalidOption("token: expected at least 16 printable ASCII characters")
     if token is None and not is_loopback(host):

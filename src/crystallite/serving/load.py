@@ -1,4 +1,4 @@
-"""A load on a server from some clients, each of which asks again as soon as it is answered.
+"""A load generator: some clients, each of which sends the next request as soon as the last one is answered.
 
 Runs as a program of its own, so that it takes nothing from the server but its share of the machine, and imports
 nothing: `python load.py` reads an `Ask` as JSON and prints a `Load`.

@@ -1,4 +1,4 @@
-"""`Entry`: what is known of one request, as a line of JSON for people and programs that read logs."""
+"""`Entry`: the log entry of one request, written as a line of JSON."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _TRACE = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-[0-9a-f]{2}")  #
 
 @dataclass
 class Entry:
-    """One request. Who asked may name it (`x-request-id`) and the trace it belongs to (`traceparent`).
+    """One request, with the client's `x-request-id` and `traceparent` if it sent them.
 
     >>> entry = Entry("http", "infer", given_id="7", traceparent=f"00-{'a' * 32}-{'b' * 16}-01")
     >>> entry.request_id, entry.trace_id == "a" * 32

@@ -1,4 +1,4 @@
-"""`Machine`: what this machine needs for products, for reading weights, and for handing work to another worker."""
+"""`Machine`: measured rates: multiply-adds, memory bandwidth, and the cost of a call to another worker."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _RUNS = 5
 
 @dataclass(frozen=True)
 class Machine:
-    """Rates that decide what is worth a service of its own."""
+    """Rates by which `plan` decides which pieces become services of their own."""
 
     hop: float  # seconds to hand a call to the inference tier and get its result back
     macs_per_second: float

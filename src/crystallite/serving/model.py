@@ -33,7 +33,7 @@ __all__ = ["CutModel", "ServedModel", "Source", "name_of", "sources_of"]
 
 
 def name_of(path: str | os.PathLike[str]) -> str:
-    """What a model is called if nobody says: as its folder, or as the link to it.
+    """The default name of a model: that of its folder, or of the link to it.
 
     >>> name_of("models/small/")
     'small'
@@ -126,7 +126,7 @@ class ServedModel:
         return await self.batcher.infer(x, timeout)
 
     async def close(self) -> None:
-        """Answer what was accepted, then let go."""
+        """Answer the accepted requests, then release the engine."""
         await self.batcher.close()
         await self.engine.close()
 

@@ -1,4 +1,4 @@
-"""The description of the REST interface, in OpenAPI 3.1."""
+"""The OpenAPI 3.1 document of the REST interface."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from crystallite.core.errors import InvalidOption
+from crystallite.core.tables import text_table
 from crystallite.models.artifact import load_mapped
 from crystallite.operators.chain import BlockChain
 from crystallite.operators.feed_forward import BlockFeedForward
@@ -20,7 +21,6 @@ from crystallite.reorganization.subnetworks import Subnetworks, subnetworks
 from crystallite.serving.machine import Machine, measure_machine
 from crystallite.serving.network import Call, Fan, Local, Network, Step, fused
 from crystallite.serving.piece import Piece
-from crystallite.validation.verdict import text_table
 
 __all__ = ["Plan", "Stage", "arrange", "plan"]
 

@@ -102,7 +102,7 @@ class RayEngine:
 
 
 class PieceReplica:
-    """A process that answers for one piece. It reads nothing else of the model."""
+    """A Ray Serve replica of one piece; it reads nothing else of the model."""
 
     def __init__(
         self, path: Path, piece: Piece, into: nn.Module | None, sha256: str, x: Tensor, *_others: object
@@ -124,7 +124,7 @@ class PieceReplica:
             raise RuntimeError("the piece computes something else than when it was loaded")
 
     def process(self) -> int:
-        """The process that answers."""
+        """The id of the replica's process."""
         return os.getpid()
 
     @torch.no_grad()
@@ -133,7 +133,7 @@ class PieceReplica:
 
 
 class Nothing:
-    """A service whose calls cost nothing but the way to it."""
+    """A deployment that does nothing, to measure the cost of a call."""
 
     def __call__(self, x: Packed) -> Packed:
         return x

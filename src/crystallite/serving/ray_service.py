@@ -108,7 +108,7 @@ class RayService:
         return new
 
     def close(self) -> None:
-        """Take no more requests, answer those that were accepted, and let go of the cluster."""
+        """Accept no more requests, answer the accepted ones, and leave the cluster."""
         from ray import serve
 
         for application in (_INGRESS, *self._applications.values()):

@@ -1,4 +1,4 @@
-"""`Refusal`: why a request gets no answer, and what an HTTP client is told."""
+"""`Refusal`: an error that is returned to the client, with its HTTP status."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`Door`: what both protocols ask of a request before it is read, and write down about it afterwards."""
+"""`RequestGuard`: authorization, metrics and logging of requests, the same for HTTP and gRPC."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["RequestGuard"]
 
 
 class RequestGuard:
-    """The token in front of a service, and the metrics and the log of who came through."""
+    """Checks the token of each request to a service, and records the request in the metrics and the log."""
 
     def __init__(self, service: Service, token: str | None) -> None:
         self.service = service
@@ -28,7 +28,7 @@ class RequestGuard:
         self.has_token = token is not None
 
     def authorize(self, given: str | None) -> None:
-        """Refuse whoever does not carry the token, if there is one."""
+        """Refuse a request that does not carry the token, if there is one."""
         if self._expected is not None and not hmac.compare_digest((given or "").encode(), self._expected):
             raise Refusal(401, "expected the service's token: Authorization: Bearer …")
 

@@ -1,4 +1,4 @@
-"""`Service`: models that answer, in process or over the network."""
+"""`Service`: saved models behind queues, in process or over the network."""
 
 from __future__ import annotations
 
@@ -173,8 +173,13 @@ class Service:
             raise Refusal(503, "the service is closed")
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
+    async def flush(self) -> None:
+        """Compute waiting requests at once from now on; for a service that is about to close."""
+        for model in self._models.values():
+            model.batcher.flush()
+
     def close(self) -> None:
-        """Take no more requests, answer those that were accepted, and stop; a second call does nothing."""
+        """Accept no more requests, answer the accepted ones, and stop; a second call does nothing."""
         if not self._thread.is_alive():
             return
         for model in self._models.values():

@@ -57,7 +57,7 @@ class Signature:
         return cls(tuple(shape), dtype, tuple(y.shape[1:]), y.dtype, vocabulary)
 
     def check(self, x: Tensor) -> None:
-        """Refuse a request that the model would not take, or that holds what is no number."""
+        """Refuse an input of another shape or datatype, or with numbers that are not finite."""
         expected = ["samples", *map(str, self.input_shape)]
         if x.dtype != self.input_dtype:
             found = DATATYPES.get(x.dtype, str(x.dtype))

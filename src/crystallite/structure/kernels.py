@@ -1,5 +1,7 @@
 """Compiled passes over a matrix. Each reads a block of rows once, 64 entries at a time.
 
+Own code because `scipy.sparse.csgraph` needs the survivors as a sparse matrix first, which takes many times as long.
+
 Conventions: `block` holds magnitudes as unsigned integers (see `core.arrays`), `mask` clears the sign (and is itself
 signed where it does, see `lanes`),
 `threshold` is the smallest surviving pattern (one number, or one per column), `infinity` the first pattern that is

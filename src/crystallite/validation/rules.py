@@ -198,10 +198,14 @@ def wilson_interval(share: float, samples: int, confidence: float = 0.95) -> tup
     >>> [round(bound, 3) for bound in wilson_interval(1.0, 50)]
     [0.949, 1.0]
     """
-    z = _z(confidence)
-    centre = (share + z * z / (2 * samples)) / (1 + z * z / samples)
-    half = z / (1 + z * z / samples) * math.sqrt(share * (1 - share) / samples + z * z / (4 * samples**2))
-    return max(centre - half, 0.0), min(centre + half, 1.0)
+    from scipy.stats import binomtest  # slow to import, and few programs validate
+
+    def bounds(count: int) -> tuple[float, float]:
+        low, high = binomtest(count, samples).proportion_ci(2 * confidence - 1, "wilson")
+        return float(low), float(high)
+
+    count = share * samples  # a sample may agree in part: to the safe side
+    return bounds(math.floor(count + 1e-9))[0], bounds(math.ceil(count - 1e-9))[1]
 
 
 def drop_bound(losses: np.ndarray, confidence: float) -> float:

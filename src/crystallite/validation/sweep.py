@@ -15,6 +15,7 @@ from tqdm import tqdm
 from crystallite.annealing import nulls
 from crystallite.core.errors import CrystalliteError, InvalidOption
 from crystallite.core.suggest import check_choice, suggest_keywords
+from crystallite.core.tables import text_table
 from crystallite.data.batch import Batch, batches, check_repeatable
 from crystallite.data.outputs import equal_up_to_rounding, tensors
 from crystallite.reorganization.rewrite import reorganize
@@ -22,7 +23,7 @@ from crystallite.validation.annealed import BONFERRONI, AnnealedModel, LayerStru
 from crystallite.validation.comparison import Comparison, RunningComparison
 from crystallite.validation.metrics import Metric, MetricResult, RunningMetric, as_metric
 from crystallite.validation.rules import Outcome, Rules, at_quantile
-from crystallite.validation.verdict import plain, text_table
+from crystallite.validation.verdict import plain
 
 __all__ = ["LEVELS", "Sweep", "SweepPoint", "sweep"]
 

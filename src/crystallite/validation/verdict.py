@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from crystallite.core.tables import text_table
 from crystallite.validation.comparison import Case, Comparison
 from crystallite.validation.cost import Latency
 from crystallite.validation.layers import LayerDeviation
@@ -19,7 +19,7 @@ from crystallite.validation.rules import Outcome, Rules, SliceResult
 if TYPE_CHECKING:
     from crystallite.validation.sweep import Sweep
 
-__all__ = ["Verdict", "plain", "text_table"]
+__all__ = ["Verdict", "plain"]
 
 _SIGNS = {"kept": "✓", "violated": "✗", "unproven": "?"}
 _SHOWN_LAYERS = 8
@@ -132,19 +132,6 @@ class Verdict:
         ]
         lines += ["", repr(self.sweep)] if self.sweep else []
         return "\n".join(lines)
-
-
-def text_table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a table, the first column to the left and the others to the right.
-
-    >>> text_table([["a", "b"], ["long", "1"]])
-    ['a     b', 'long  1']
-    """
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(f"{c:<{w}}" if i == 0 else f"{c:>{w}}" for i, (c, w) in enumerate(zip(row, widths, strict=True)))
-        for row in rows
-    ]
 
 
 def plain(value: Any) -> Any:

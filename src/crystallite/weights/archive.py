@@ -1,4 +1,7 @@
-"""Opens the zip archives that .npz and torch files are, once their directory is known to be no bomb."""
+"""Opens the zip archives that .npz and torch files are, once their directory is known to be no bomb.
+
+Own code because `zipfile` reads a directory of any size into memory first.
+"""
 
 from __future__ import annotations
 

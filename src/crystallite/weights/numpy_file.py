@@ -1,4 +1,7 @@
-"""Reads .npy and .npz without pickle: the header first, and nothing is allocated that the archive cannot hold."""
+"""Reads .npy and .npz without pickle: the header first, and nothing is allocated that the archive cannot hold.
+
+Own code because `numpy.load` allocates what the header of an archive's member claims.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
 """Products of blocks in compiled code, without the interpreter lock, on the weights where they lie.
 
+Own code because PyTorch has no product that reads scattered inputs: gathering them first costs what the blocks save.
+
 Many samples run in panels, (panels, features, numbers of a cache line): a line is one feature of as many samples as fit
 into it. A shuffle of features then moves whole lines, a weight meets all samples of a line in one instruction, and
 panels are independent from the first layer to the last. Few samples run row by row.

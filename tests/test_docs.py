@@ -1,0 +1,152 @@
+"""What README and docs show is what happens: every block of Python is run, every command is parsed, in order."""
+
+import argparse
+import contextlib
+import io
+import json
+import re
+import shlex
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import crystallite as cx
+from crystallite.cli.main import main
+from crystallite.serving import Listener, Service
+from tests.helpers.artifacts import network, saved
+from tests.helpers.block_models import keep_, labels, mask
+from tests.helpers.compressible import repeated
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+# A block that cannot run here has <!-- not run: reason --> on the line before it, and is listed here.
+NOT_RUN = {("ray.md", "needs a Ray cluster")}
+BLOCK = re.compile(r"(?:<!-- not run: (?P<reason>[^\n]*) -->\n)?^```(?P<kind>\w*)\n(?P<text>.*?)^```$", re.M | re.S)
+COMMANDS = ("crystallite", "make", "python")
+
+
+def blocks(page):
+    """(kind, text, why it is not run or None) of all blocks of a page."""
+    return [(found["kind"], found["text"], found["reason"]) for found in BLOCK.finditer(page.read_text())]
+
+
+def compressed_page(folder):
+    x = torch.randn(3000, 20)
+    return {"cx": cx, "model": repeated().eval(), "batches": list(x[:2500].split(500)), "held_out": [x[2500:]]}
+
+
+@contextlib.contextmanager
+def served_page(folder):
+    x = np.random.default_rng(0).standard_normal((5, 12)).astype(np.float32)
+    path = saved(network(), folder / "small")
+    with Service.load(path) as service, Listener(service, port=0, grpc_port=0) as listener:
+        yield {"x": x}, {"port=8000, grpc_port=8001": "port=0, grpc_port=0", "127.0.0.1:8001": listener.grpc_target}
+
+
+class Learned(nn.Module):
+    """Layers in code of their own, which stay single layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.ModuleDict({"dense": nn.Linear(16, 32), "output": nn.Linear(32, 16)})
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x):
+        return self.head(torch.relu(self.encoder["output"](torch.relu(self.encoder["dense"](x)))))
+
+
+def upgraded_page(folder):
+    """A network of two parts from its inputs to its outputs."""
+    peft = pytest.importorskip("peft", reason="needs peft")
+    torch.manual_seed(0)
+    model = Learned().eval()
+    sizes = (16, 32, 16, 4)
+    layers = (*model.encoder.values(), model.head)
+    for layer, inputs, outputs in zip(layers, sizes[:-1], sizes[1:], strict=True):
+        keep_(layer.weight, mask(labels(outputs, 2, outputs), labels(inputs, 2, inputs)))
+        layer.weight.data.mul_(3)
+    x = torch.randn(800, 16)
+    y = model(x).argmax(1)
+    loader = DataLoader(TensorDataset(x, y), 100)
+    return {"cx": cx, "model": model, "loader": loader, "batches": list(x.split(200)), "peft": peft,
+            "F": nn.functional, "loss": nn.functional.cross_entropy}  # fmt: skip
+
+
+# What the text of a page says that the reader has.
+GIVEN = {"fitted.md": compressed_page, "serving.md": served_page, "upgrading.md": upgraded_page}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_python_runs_and_prints_what_follows_it(page, tmp_path, monkeypatch):
+    found = blocks(page)
+    if not any(kind == "python" and reason is None for kind, _, reason in found):
+        return
+    monkeypatch.chdir(tmp_path)
+    given, changes = GIVEN.get(page.name, lambda folder: {})(tmp_path), {}
+    with contextlib.ExitStack() as stack:
+        if not isinstance(given, dict):
+            given, changes = stack.enter_context(given)
+        for (kind, text, reason), (following, expected, _) in zip(found, [*found[1:], ("", "", None)], strict=True):
+            if kind != "python" or reason is not None:
+                continue
+            for written, here in changes.items():
+                text = text.replace(written, here)
+            printed = io.StringIO()
+            with contextlib.redirect_stdout(printed):
+                exec(compile(text, page.name, "exec"), given)
+            if page.name == "README.md" and following == "":
+                assert printed.getvalue() == expected
+
+
+class Parsed(Exception):
+    """The command line was understood; nothing else is wanted."""
+
+
+def commands():
+    for page in PAGES:
+        for kind, text, reason in blocks(page):
+            if kind == "" and reason is None:
+                for line in text.splitlines():
+                    for part in line.removeprefix("$ ").split(" && "):
+                        if (words := part.split()) and words[0] in COMMANDS:
+                            yield pytest.param(shlex.split(part, comments=True), id=f"{page.name}: {part[:60]}")
+
+
+@pytest.mark.parametrize("words", list(commands()))
+def test_commands_are_understood(words, monkeypatch):
+    if words[0] == "make":
+        assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    elif words[0] == "python":
+        assert words[1:3] == ["-m", "benchmarks"]
+        assert (ROOT / "benchmarks" / f"{words[3]}.py").exists()
+    else:
+        parse = argparse.ArgumentParser.parse_args
+
+        def parse_only(self, arguments=None, namespace=None):
+            parse(self, arguments, namespace)
+            raise Parsed
+
+        monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_only)
+        with pytest.raises(Parsed):
+            main(words[1:])
+
+
+def test_json_is_json():
+    for page in PAGES:
+        for kind, text, _ in blocks(page):
+            if kind == "json":
+                json.loads(text)
+
+
+def test_what_is_not_run_is_listed():
+    assert {(page.name, reason) for page in PAGES for *_, reason in blocks(page) if reason} == NOT_RUN
+
+
+def test_links_lead_somewhere():
+    for page in PAGES:
+        for target in re.findall(r"\]\((?!http)([^)#]+)\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
