@@ -54,8 +54,9 @@ class NeuronGroup:
         inputs = model.get_submodule(reader).get_parameter("weight").shape[1]
         outputs = {len(labels) for labels in carried.values()}
         if outputs != {inputs} or inputs % each:
+            heads = f", in heads of {head_size}" if head_size else ""
             raise InvalidOption(
-                f"{reader}: expected one input for each output of {', '.join(writers)}, in heads of {each}, "
+                f"{reader}: expected one input for each output of {', '.join(writers)}{heads}, "
                 f"got {inputs} inputs and {sorted(outputs)} outputs"
             )
         carried[f"{reader}.weight", 1] = torch.arange(inputs) // each
