@@ -117,7 +117,8 @@ def _group(model: nn.Module, spaces: Spaces, number: int) -> NeuronGroup | None:
         return None
     if within:  # numbers of heads
         exact = all(axis == ((*within, number),) for axis in places.values())
-        if len(within) > 1 or len(writers) + len(readers) > 2 or norms or not exact:
+        convolved = any(isinstance(module, CONVOLUTIONS) for module in owners.values())
+        if len(within) > 1 or len(writers) + len(readers) > 2 or norms or convolved or not exact:
             return None
         return NeuronGroup(size, writers, readers, size // spaces.spaces[number].size, carried=carried)
     if not all(isinstance(owners.get(name), (nn.Linear, *CONVOLUTIONS)) for name in (*writers, *readers)):
