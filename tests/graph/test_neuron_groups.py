@@ -78,3 +78,8 @@ def test_models_that_drop_layers_or_keep_caches_have_prunable_neurons(name):
     model, some, pairs = CASES[name]()
     found = find_prunable(model, find_layers(model), some)
     assert pairs <= {group.layers for group in found}
+
+
+def test_channels_of_grouped_convolutions_stay():
+    net = nn.Sequential(nn.Conv2d(4, 8, 1), nn.ReLU(), nn.Conv2d(8, 8, 3, groups=2), nn.ReLU(), nn.Conv2d(8, 4, 1))
+    assert find_prunable(net, {"0", "2", "4"}, batch(2, 4, 6, 6)) == []

@@ -329,6 +329,33 @@ def test_what_cannot_be_traced_says_why(model, example, words):
     assert "\n" not in str(caught.value)
 
 
+def test_layers_dropped_at_random_are_followed_in_evaluation_only(capfd):
+    from tests.graph.transformers_models import bart
+
+    model, batch, _ = bart()
+    with pytest.raises(Untraceable, match="in training mode"):
+        trace(model, batch.named)
+    assert capfd.readouterr().err == ""
+    spaces = trace(model.train(), batch.named, ("evaluation",))
+    assert layer(spaces, "encoder.layers.0.fc1").rows == layer(spaces, "encoder.layers.0.fc2").columns
+    assert model.training
+
+
+def caches(model):
+    return [getattr(module.config, "use_cache", None) for module in model.modules() if hasattr(module, "config")]
+
+
+def test_caches_are_turned_off_in_nested_configs():
+    from tests.graph.transformers_models import encoder_decoder, t5
+
+    for make in (t5, encoder_decoder):
+        model, batch, pairs = make()
+        before = caches(model)
+        spaces = trace(model, batch.named)
+        assert all(layer(spaces, first).rows == layer(spaces, second).columns for first, second in pairs)
+        assert before == caches(model)
+
+
 def test_a_recurrent_layer_is_fixed_and_what_follows_is_free():
     class Model(nn.Module):
         def __init__(self):

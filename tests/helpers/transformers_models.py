@@ -14,11 +14,11 @@ def tokens(length=6, count=2):
     return torch.randint(3, 50, (count, length), generator=torch.Generator().manual_seed(0))
 
 
-def llama():
+def llama(intermediate_size=64):
     """4 heads of queries, 2 of keys and values."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=50, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=50, hidden_size=32, intermediate_size=intermediate_size, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2,
     )  # fmt: skip
     return transformers.LlamaForCausalLM(config).eval(), Batch(0, 2, (), {"input_ids": tokens()})

@@ -190,3 +190,10 @@ def test_refit_does_not_read_padding():
         refit_(net, dense, partition, list(batches(batch)))
         fitted.append(net.layers[0].weight.detach())
     assert torch.allclose(*fitted, rtol=1e-4, atol=1e-6)
+
+
+def test_depthwise_convolutions_stay_in_their_units():
+    """They read and write the same channels, so no scale of a channel can be undone behind them."""
+    net = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU(), nn.Conv2d(8, 8, 3, groups=8), nn.ReLU(), nn.Conv2d(8, 4, 1))
+    layers, _ = balanced_assignment(net, torch.randn(2, 3, 6, 6))
+    assert layers == []

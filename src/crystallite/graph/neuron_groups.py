@@ -54,8 +54,9 @@ class NeuronGroup:
         inputs = model.get_submodule(reader).get_parameter("weight").shape[1]
         outputs = {len(labels) for labels in carried.values()}
         if outputs != {inputs} or inputs % each:
+            heads = f", in heads of {head_size}" if head_size else ""
             raise InvalidOption(
-                f"{reader}: expected one input for each output of {', '.join(writers)}, in heads of {each}, "
+                f"{reader}: expected one input for each output of {', '.join(writers)}{heads}, "
                 f"got {inputs} inputs and {sorted(outputs)} outputs"
             )
         carried[f"{reader}.weight", 1] = torch.arange(inputs) // each
@@ -116,7 +117,8 @@ def _group(model: nn.Module, spaces: Spaces, number: int) -> NeuronGroup | None:
         return None
     if within:  # numbers of heads
         exact = all(axis == ((*within, number),) for axis in places.values())
-        if len(within) > 1 or len(writers) + len(readers) > 2 or norms or not exact:
+        convolved = any(isinstance(module, CONVOLUTIONS) for module in owners.values())
+        if len(within) > 1 or len(writers) + len(readers) > 2 or norms or convolved or not exact:
             return None
         return NeuronGroup(size, writers, readers, size // spaces.spaces[number].size, carried=carried)
     if not all(isinstance(owners.get(name), (nn.Linear, *CONVOLUTIONS)) for name in (*writers, *readers)):

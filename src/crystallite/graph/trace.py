@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import io
 import logging
 import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import redirect_stderr
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -251,7 +253,8 @@ def export_quietly(
     try:
         for logger in loggers:
             logger.disabled = True
-        with warnings.catch_warnings():
+        # PyTorch prints the graph so far where it cannot go on
+        with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
             warnings.simplefilter("ignore")
             return torch.export.export(model, arguments, named, strict=False)
     finally:
