@@ -216,8 +216,12 @@ def test_plain_sizes_need_no_import(tmp_path):
     small = cx.compress(model, [{"input_ids": TOKENS}] * 8, budget=1.0)
     cx.save(small, tmp_path / "a")
     config = json.loads((tmp_path / "a" / "config.json").read_text())
-    if "quantization_config" not in config:
-        assert "transformers_weights" not in config
+    assert not {"quantization_config", "transformers_weights"} & config.keys()
+    code = "import sys; from transformers import AutoModel; AutoModel.from_pretrained(sys.argv[1])"
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "a")], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
     assert cx.record(cx.load(tmp_path / "a")).method == "compressed"
 
 
