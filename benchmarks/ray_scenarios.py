@@ -23,7 +23,7 @@ from torch import nn
 import crystallite as cx
 from benchmarks.namespace import OBJECT_STORE_BYTES, bring_loopback_up
 from crystallite.core.errors import InvalidOption
-from crystallite.models.artifact import attach_verdict
+from crystallite.models.manifest import attach_verdict
 from crystallite.serving import Limits, Machine, Service
 from crystallite.serving.ray_engine import Scaling
 from crystallite.serving.ray_service import RayService

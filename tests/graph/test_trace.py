@@ -330,7 +330,7 @@ def test_what_cannot_be_traced_says_why(model, example, words):
 
 
 def test_layers_dropped_at_random_are_followed_in_evaluation_only(capfd):
-    from tests.graph.transformers_models import bart
+    from tests.helpers.transformers_models import bart
 
     model, batch, _ = bart()
     with pytest.raises(Untraceable, match="in training mode"):
@@ -346,7 +346,7 @@ def caches(model):
 
 
 def test_caches_are_turned_off_in_nested_configs():
-    from tests.graph.transformers_models import encoder_decoder, t5
+    from tests.helpers.transformers_models import encoder_decoder, t5
 
     for make in (t5, encoder_decoder):
         model, batch, pairs = make()
