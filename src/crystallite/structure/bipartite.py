@@ -4,22 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeVar
 
 import numpy as np
-import torch
 
-from crystallite.core.errors import InvalidMatrix
 from crystallite.core.maps import Permutation
 from crystallite.core.tables import Table
+from crystallite.structure.channels import Channels
 
 __all__ = ["BipartiteStructure"]
 
-Array = TypeVar("Array", bound="np.ndarray | torch.Tensor")
-
 
 @dataclass(frozen=True, eq=False, repr=False)
-class BipartiteStructure:
+class BipartiteStructure(Channels):
     """Blocks of a feed-forward matrix (eq. 4.6), numbered by their first row; −1 marks dormant rows and columns.
 
     >>> s = BipartiteStructure.from_labels(np.array([7, -1, 7, 2]), np.array([2, 7, -1]))
@@ -62,6 +58,11 @@ class BipartiteStructure:
         """Column permutation: blocks in order, then the dormant columns. `P @ W @ Q.T` is block diagonal."""
         return Permutation(_grouped(self.col_block, self.n_blocks))
 
+    @property
+    def channel_shapes(self) -> np.ndarray:
+        """(m, 2): the blocks are the sub-operators."""
+        return self.block_shapes
+
     @cached_property
     def block_shapes(self) -> np.ndarray:
         """(n_blocks, 2): rows and columns of each block."""
@@ -96,12 +97,6 @@ class BipartiteStructure:
     def macs(self) -> int:
         """Multiply-accumulates of the blocks as dense products (the whole matrix costs rows · cols)."""
         return int(self.block_shapes.prod(1).sum())
-
-    def apply(self, matrix: Array) -> Array:
-        """PWQᵀ: the matrix with its blocks on the diagonal and the dormant channel last."""
-        if tuple(matrix.shape) != self.shape:
-            raise InvalidMatrix(f"this structure belongs to a {self._size} matrix, got shape {tuple(matrix.shape)}")
-        return self.P @ matrix @ self.Q.T
 
     def tables(self) -> tuple[Table, Table]:
         """The paper's tables Y and X ⟨Index, SubGroup, NewIndex⟩ (section 7.2), sorted by NewIndex, counted from 1.

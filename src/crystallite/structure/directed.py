@@ -4,23 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeVar
 
 import numpy as np
-import torch
 
-from crystallite.core.errors import InvalidMatrix
 from crystallite.core.maps import Permutation
 from crystallite.core.tables import Table
+from crystallite.structure.channels import Channels
 from crystallite.structure.strong import unpacked
 
 __all__ = ["DirectedStructure"]
 
-Array = TypeVar("Array", bound="np.ndarray | torch.Tensor")
-
 
 @dataclass(frozen=True, eq=False, repr=False)
-class DirectedStructure:
+class DirectedStructure(Channels):
     """Frobenius form of a feedback matrix (eqs. 4.3, 4.4), where W(i, j) ≠ 0 means j → i.
 
     SCCs are numbered by their first node, weak components by theirs; layer 0 depends on nothing else.
@@ -45,6 +41,10 @@ class DirectedStructure:
         return len(self.scc)
 
     @property
+    def shape(self) -> tuple[int, int]:
+        return self.size, self.size
+
+    @property
     def n_scc(self) -> int:
         """Order k of the condensation."""
         return len(self.condensation_words)
@@ -63,6 +63,22 @@ class DirectedStructure:
         """Node permutation: by component, layer, SCC; isolated nodes last. `P @ W @ P.T` is block lower triangular."""
         return Permutation(np.lexsort((self.scc, self.layer, self.component, self.isolated)))
 
+    @property
+    def Q(self) -> Permutation:
+        """P: rows and columns are the same nodes."""
+        return self.P
+
+    @cached_property
+    def components(self) -> list[np.ndarray]:
+        """Nodes of each weak component in the order of P: the sub-operators W^1 … W^m, isolated nodes left out."""
+        order = self.P.source[: self.size - int(self.isolated.sum())].copy()
+        return np.split(order, np.flatnonzero(np.diff(self.component[order])) + 1) if len(order) else []
+
+    @cached_property
+    def channel_shapes(self) -> np.ndarray:
+        """(m, 2): nodes of each weak component, twice."""
+        return np.array([[len(nodes)] * 2 for nodes in self.components], np.intp).reshape(-1, 2)
+
     @cached_property
     def blocks(self) -> list[np.ndarray]:
         """Nodes of each SCC in the order of P: the diagonal (Frobenius) blocks, isolated nodes left out."""
@@ -78,12 +94,6 @@ class DirectedStructure:
     def largest_share(self) -> float:
         """Nodes in the largest SCC as a share of all."""
         return float(np.bincount(self.scc, minlength=1).max()) / max(1, self.size)
-
-    def apply(self, matrix: Array) -> Array:
-        """PWPᵀ: weak components on the diagonal, each block lower triangular, isolated nodes last."""
-        if tuple(matrix.shape) != (self.size, self.size):
-            raise InvalidMatrix(f"this structure belongs to {self.size} nodes, got shape {tuple(matrix.shape)}")
-        return self.P @ matrix @ self.P.T
 
     def table(self) -> Table:
         """The paper's table V (section 8.2), sorted by NewIndex, counted from 1."""
