@@ -84,7 +84,7 @@ def test_sliced_feedback_updates_are_the_trained_sub_operators(seed, nodes, kind
     p = np.eye(nodes)[structure.P.source]  # as a matrix
     inputs, target = rng.normal(size=(2, nodes, 7))
     operators, start = [], 0
-    for r in range(len(structure.components)):
+    for _ in structure.components:
         size = int((structure.component == structure.component[structure.P.source[start]]).sum())
         operators.append((p @ w @ p.T)[start : start + size, start : start + size])
         start += size

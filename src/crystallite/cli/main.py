@@ -44,7 +44,7 @@ example:
 MODEL as for `crystallite reorganize`. Smaller layers are fitted to the calibration file, which holds `inputs`, or the
 model's keyword arguments by name; the first axis counts samples.
 """
-_ANNEALING = ("level", "null", "correction", "random_walk", "rule")
+_ANNEALING = ("level", "null", "correction", "random_walk", "rule", "alpha", "delta0", "tau")
 _FITTED = ("budget", "blocks", "joint", "tolerance", "confidence", "risk", "objective", "polish_steps",
            "checkpoint", "seed")  # fmt: skip
 
@@ -183,6 +183,9 @@ def _analyze(options: argparse.Namespace) -> int:
         correction=options.correction,
         random_walk=options.random_walk,
         rule=options.rule,
+        alpha=options.alpha,
+        delta0=options.delta0,
+        tau=options.tau,
         fast=options.fast,
         include=options.include or ("*",),
         exclude=options.exclude or (),

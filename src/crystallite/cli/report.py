@@ -64,6 +64,9 @@ def run(options: argparse.Namespace) -> int:
         correction=options.correction,
         rule=options.rule,
         random_walk=options.random_walk,
+        alpha=options.alpha,
+        delta0=options.delta0,
+        tau=options.tau,
         include=options.include or ("*",),
         exclude=options.exclude or (),
     )

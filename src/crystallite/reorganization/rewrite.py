@@ -10,6 +10,8 @@ from torch import nn
 from tqdm import tqdm
 
 from crystallite.annealing import nulls
+from crystallite.annealing.anneal import AnnealingOptions
+from crystallite.annealing.random_walk import DELTA0, TAU
 from crystallite.core.errors import InvalidMatrix, InvalidOption
 from crystallite.graph.feed_forward import recognise_feed_forward
 from crystallite.graph.sequential_calls import whole_by_definition
@@ -44,6 +46,9 @@ def reorganize(
     correction: str | None = None,
     random_walk: str | None = "calibrated",
     rule: str = "both",
+    alpha: float | None = None,
+    delta0: float = DELTA0,
+    tau: float = TAU,
     targets: str | Sequence[str] = ("*",),
     ignore: str | Sequence[str] = (),
     example: Any = None,
@@ -60,8 +65,8 @@ def reorganize(
     keeps its place with its annealed weight. Tied weights and other kinds of modules are left alone. Blocks are frozen
     where their weights were.
 
-    - `level`, `correction`, `random_walk`, `rule`: as for `anneal`. level=None anneals nothing and takes the nonzeros
-      of the weights as they are.
+    - `level`, `correction`, `random_walk`, `rule`, `alpha`, `delta0`, `tau`: as for `anneal`. level=None anneals
+      nothing and takes the nonzeros of the weights as they are.
     - `null`: "auto" believes the initialisation of a layer only if it explains the bulk of its weights, else it
       measures the bulk; "init" always believes it; "empirical" always measures; or one null for all.
     - `targets`, `ignore`: a pattern of layer names, or several (`encoder.*.dense`).
@@ -101,7 +106,8 @@ def reorganize(
     for name, unit in tqdm(usable.items(), unit="layer", disable=not progress):
         if level is not None:
             known = initial if isinstance(initial, dict) else {}
-            anneal_(unit, known, null, level, correction, random_walk, rule)
+            tests = AnnealingOptions(level, correction, random_walk, rule, alpha, delta0, tau)
+            anneal_(unit, known, null, tests)
         structure = structure_of(unit)
         if structure is not None:
             structures[name] = structure
@@ -118,7 +124,8 @@ def reorganize(
     rewrite = _Rewrite(result, usable, structures, cost_model, whole)
     rewrite.run()
     rewrite.changes |= {name: _left_alone(unit) for name, unit in units.items() if unit.reason}
-    options = {"level": level, "null": str(null), "correction": correction, "random_walk": random_walk, "rule": rule}
+    options = {"level": level, "null": str(null), "correction": correction, "random_walk": random_walk, "rule": rule,
+               "alpha": alpha, "delta0": delta0, "tau": tau}  # fmt: skip
     if fold and faster and reason:
         options["not_folded"] = reason
     record = Reorganization([rewrite.changes[name] for name in units], folds, options)

@@ -119,7 +119,7 @@ def report(
     - `verdict`, `sweep`: what `validate` and `sweep` returned, or their `to_json()`; a verdict may hold its sweep.
     - `front`: rows with name, family, macs, latency_ms and quality, baselines among them.
     - `monitor`: rows with step, layer, kept_share, largest_share, blocks and sigma, or a file with one in each line.
-    - further options are those of `analyze`: level, rule, null, correction, include, exclude.
+    - further options are those of `analyze`: level, rule, null, correction, alpha, delta0, tau, include, exclude.
 
     In a notebook a report shows itself. Cost: that of `analyze`, and about as much again for the pictures.
 

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 

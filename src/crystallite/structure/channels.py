@@ -1,4 +1,4 @@
-"""What both kinds of structure share: the paper's channels π_i → W^i → γ_i, and the zero channel m + 1 (section 4.3)."""
+"""What both structures share: the paper's channels π_i → W^i → γ_i, and the zero channel m + 1 (section 4.3)."""
 
 from __future__ import annotations
 

@@ -16,11 +16,12 @@ from crystallite.core.errors import InvalidOption
 from crystallite.data.batch import Batch, batches, check_repeatable, repeatable, run
 from crystallite.models.artifact import attach_verdict, load
 from crystallite.validation.comparison import Comparison, RunningComparison
+from crystallite.validation.continuity import LEAST_LEVELS
 from crystallite.validation.cost import count_macs, count_parameters, measure_latency
 from crystallite.validation.layers import LayerWatch, comparable
 from crystallite.validation.metrics import Metric, MetricResult, RunningMetric, as_metric
-from crystallite.validation.rules import Rules, SliceResult, at_quantile
-from crystallite.validation.sweep import Sweep, sweep
+from crystallite.validation.rules import Outcome, Rules, SliceResult, at_quantile
+from crystallite.validation.sweep import LEVELS, Sweep, sweep
 from crystallite.validation.verdict import Verdict
 
 __all__ = ["validate"]
@@ -57,7 +58,8 @@ def validate(
       see `Rules`. None switches a rule off. A drop or an agreement must be shown by enough samples.
     - `slices`: a label for each sample, or a function (inputs, target) → labels of a batch. Rules hold in each slice.
     - `layers`: compare the outputs of layers too; holds the original's for one batch, and a dense copy of the model.
-    - `levels`: also sweep the significance level, "default" or levels as for `sweep`, with the same rules.
+    - `levels`: also sweep the significance level, "default" or levels as for `sweep`, with the same rules, the model's
+      own level among them. With four levels or more the verdict says whether that sits on a jump, and fails if so.
 
     Both models must be deterministic: call `.eval()` first. Outputs may be tensors, tuples, dicts or dataclasses.
     Beside ten numbers per sample and output, no more than one batch is held.
@@ -82,9 +84,10 @@ def validate(
     comparison, result = collected.comparison.done(), collected.metric_result()
     parts = _slice_results(comparison, result, collected.labels, rules)
     samples = list(collected.timed.values())
+    swept = None if levels is None else _sweep_like(original, model, data, measured, levels, rules)
     verdict = Verdict(
         rules,
-        rules.judge(comparison, result, parts),
+        (*rules.judge(comparison, result, parts), *_continuity(model, swept)),
         comparison,
         result,
         (count_parameters(original), count_parameters(model)),
@@ -92,7 +95,7 @@ def validate(
         measure_latency(original, model, samples),
         parts,
         *(((), {}) if watch is None else watch.done()),
-        None if levels is None else _sweep_like(original, model, data, measured, levels, rules),
+        swept,
         _guarantee(model),
     )
     if not isinstance(reorganized, nn.Module):
@@ -178,6 +181,24 @@ def _sweep_like(
     options = dict(record.options) if record is not None else {}
     if options.get("null", "auto") not in ("auto", "init", "empirical"):
         raise InvalidOption(f"the model was annealed against {options['null']}: call sweep(…, null=…) with it instead")
-    known = {name: options[name] for name in ("null", "rule", "random_walk", "correction") if name in options}
+    names = ("null", "rule", "random_walk", "correction", "alpha", "delta0", "tau")
+    known = {name: options[name] for name in names if name in options}
+    levels = list(LEVELS if levels == "default" else levels)
+    own = options.get("level")
+    levels += [own] if own is not None and own not in levels else []
     known |= {"targets": [change.name for change in record.changes]} if record is not None else {}
-    return sweep(original, data, None if levels == "default" else levels, metric=metric, **asdict(rules), **known)
+    return sweep(original, data, levels, metric=metric, **asdict(rules), **known)
+
+
+def _continuity(reorganized: nn.Module, swept: Sweep | None) -> tuple[Outcome, ...]:
+    """Whether results change gradually around the level that the model was annealed at, where the sweep can tell."""
+    record: Any = getattr(reorganized, "reorganization", None)
+    options = {} if record is None else record.options
+    points = [] if swept is None else [p for p in swept.points if p.rule == options.get("rule")]
+    own = [p for p in points if p.level == options.get("level")]
+    if swept is None or not own or len(points) < LEAST_LEVELS:
+        return ()
+    touching = [str(jump) for jump in swept.jumps if jump.touches(own[0])]
+    gradual = f"outputs and structure change gradually around level {own[0].name}"
+    reason = f"level {own[0].name} sits on a jump: {' '.join(touching)}" if touching else gradual
+    return (Outcome("continuity", None, float(len(touching)), "violated" if touching else "kept", reason),)
