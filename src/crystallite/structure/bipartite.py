@@ -78,6 +78,16 @@ class BipartiteStructure(Channels):
         cols = np.split(self.Q.source.copy(), ends[:, 1])[: self.n_blocks]
         return list(zip(rows, cols, strict=True))
 
+    @property
+    def R_Y(self) -> np.ndarray:
+        """(n_blocks, rows) Boolean: which rows are in each co-source class (definition 7.2), zero classes left out."""
+        return self.row_block == np.arange(self.n_blocks)[:, None]
+
+    @property
+    def D_Y(self) -> np.ndarray:
+        """(n_blocks, cols) Boolean: Dom(Y_s), the columns that each class reads (theorem 7.2): R_Y ⊙ M."""
+        return self.col_block == np.arange(self.n_blocks)[:, None]
+
     @cached_property
     def dormant_rows(self) -> np.ndarray:
         """Rows without an edge: they emit their bias only."""

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 import numpy as np
+import torch
 
-from crystallite.core.maps import Permutation
+from crystallite.core.maps import Permutation, Projection
 from crystallite.core.tables import Table
 from crystallite.structure.channels import Channels
 from crystallite.structure.strong import unpacked
 
 __all__ = ["DirectedStructure"]
+
+Array = TypeVar("Array", bound="np.ndarray | torch.Tensor")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -86,6 +90,45 @@ class DirectedStructure(Channels):
         return np.split(order, np.flatnonzero(np.diff(self.scc[order])) + 1) if len(order) else []
 
     @cached_property
+    def frobenius_counts(self) -> list[tuple[int, int]]:
+        """(p, q) of each weak component: its independent blocks, which hear no other, and the dependent ones."""
+        first = np.array([nodes[0] for nodes in self.blocks], np.intp)
+        which = np.unique(self.component[first], return_inverse=True)[1]  # components ascend in the order of P
+        p, q = (
+            np.bincount(which[side], minlength=len(self.components))
+            for side in (self.layer[first] == 0, self.layer[first] > 0)
+        )
+        return list(zip(p.tolist(), q.tolist(), strict=True))
+
+    def diagonal_blocks(self, matrix: Array) -> list[Array]:
+        """D_11, D_22, … of a matrix in the order of P, as copies: its irreducible blocks, isolated nodes left out."""
+        self._check(matrix, "matrix")
+        return [Projection(nodes, self.size).submatrix(matrix) for nodes in self.blocks]
+
+    def communication(self, matrix: Array) -> dict[tuple[int, int], Array]:
+        """U_ij of a matrix by (i, j), as copies: what block i hears from block j, both numbered in the order of P.
+
+        Only pairs with an edge are there. W(i, j) is the edge j → i, so that j < i: the blocks lie below the diagonal.
+
+        Args:
+            matrix: NumPy array or torch tensor of the structure's shape.
+
+        Raises:
+            InvalidMatrix: The shape is another one.
+
+        Examples:
+            >>> from crystallite import decompose
+            >>> w = np.array([[0, 1, 0], [1, 0, 0], [0, 5, 0]])
+            >>> {pair: block.tolist() for pair, block in decompose(w, "directed").communication(w).items()}
+            {(1, 0): [[0, 5]]}
+        """
+        self._check(matrix, "matrix")
+        number = {int(self.scc[nodes[0]]): i for i, nodes in enumerate(self.blocks)}
+        pairs = sorted((number[p], number[q]) for p, q in np.argwhere(self.condensation).tolist())
+        sides = [Projection(nodes, self.size) for nodes in self.blocks]
+        return {(i, j): sides[i].submatrix(matrix, sides[j]) for i, j in pairs}
+
+    @cached_property
     def condensation(self) -> np.ndarray:
         """M_C (k, k) Boolean: entry (p, q) is True where SCC q feeds SCC p. Unpacked when first asked for."""
         return unpacked(self.condensation_words, self.n_scc)
@@ -95,10 +138,25 @@ class DirectedStructure(Channels):
         """Nodes in the largest SCC as a share of all."""
         return float(np.bincount(self.scc, minlength=1).max()) / max(1, self.size)
 
-    def table(self) -> Table:
-        """The paper's table V (section 8.2), sorted by NewIndex, counted from 1."""
-        order = self.P.source
-        tags = (self.scc + 1, self.component + 1, self.layer + 1, self.isolated.astype(np.intp))
+    def table(self, literal: bool = False) -> Table:
+        """The paper's table V (section 8.2), sorted by NewIndex, counted from 1.
+
+        Deviates from the pseudo-code in two places, neither of which the paper's example shows: isolated nodes come
+        last whatever their component (the pseudo-code sorts by G_TAG first, so that they stand between the blocks of
+        eq. PWPT), and a node with an edge to itself is a 1×1 block, not isolated (I_TAG counts nodes of a component).
+
+        Args:
+            literal: Print what the pseudo-code prints instead, steps 8-2, 11 and 12 as they stand. P stays as it is.
+
+        Returns:
+            Columns Index, S_TAG, G_TAG, L_TAG, I_TAG, NewIndex.
+        """
+        order, isolated = self.P.source, self.isolated
+        if literal:
+            alone = np.bincount(self.component, minlength=1)[self.component] == 1
+            isolated = alone & (self.n_scc != 1)  # step 8-2 jumps over step 11
+            order = np.lexsort((self.scc, self.layer, isolated, self.component))
+        tags = (self.scc + 1, self.component + 1, self.layer + 1, isolated.astype(np.intp))
         return Table(
             ("Index", "S_TAG", "G_TAG", "L_TAG", "I_TAG", "NewIndex"),
             np.column_stack([order + 1, *(tag[order] for tag in tags), np.arange(1, self.size + 1)]),
