@@ -110,6 +110,10 @@ def _parser() -> argparse.ArgumentParser:
     reorganize.add_argument(
         "--as-it-is", action="store_true", help="anneal nothing: weights that are zero are the gaps"
     )
+    reorganize.add_argument("--channels", type=int, metavar="N", help="of feed-forward pairs (default: hidden / d)")
+    reorganize.add_argument(
+        "--feed-forward", choices=["pair", "layers", "channels"], help="force this form of feed-forward pairs"
+    )
     reorganize.add_argument(
         "--even-if-slower", action="store_true", help="blocks wherever they need fewer multiply-adds"
     )
@@ -210,6 +214,7 @@ def _reorganize(options: argparse.Namespace) -> int:
     chosen = {name: getattr(options, name) for name in _ANNEALING}
     if options.as_it_is:
         chosen["level"] = None
+    chosen |= {"channels": options.channels, "feed_forward": options.feed_forward}
     chosen["only_if_faster"] = not options.even_if_slower
     return _made(options, reorganize, chosen, {})
 

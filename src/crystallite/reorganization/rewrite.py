@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 from tqdm import tqdm
@@ -53,6 +53,8 @@ def reorganize(
     ignore: str | Sequence[str] = (),
     example: Any = None,
     fold: bool = True,
+    channels: int | None = None,
+    feed_forward: Literal["pair", "layers", "channels"] | None = None,
     only_if_faster: bool = True,
     progress: bool = False,
 ) -> nn.Module:
@@ -75,6 +77,9 @@ def reorganize(
     - `fold`: put the order of hidden neurons into the stored weights where the model allows it, those of layers left
       alone included, so that less is moved at run time. Inside, hidden neurons then have other numbers. Only `forward`
       is followed, in evaluation and in training mode: a model with parameters that it does not use is not folded.
+    - `channels`: into how many a d–cd–d feed-forward pair is cut where its channels are taken one by one; c by default.
+    - `feed_forward`: the form of every such pair, whatever it saves (see `BlockFeedForward`); default: where one saves
+      more than blocks of single layers, the one that saves most.
     - `only_if_faster`: replace a layer only where its blocks are expected to run faster on a CPU, small batches
       included; False: wherever they need fewer multiply-adds.
     - `progress`: a bar on standard error.
@@ -121,11 +126,12 @@ def reorganize(
             folds = fold_(result, faster, spaces)
             moved = {name for each in folds for name, _ in each.places}
             structures |= {name: _now(usable[name]) for name in structures if f"{name}.weight" in moved}
-    rewrite = _Rewrite(result, usable, structures, cost_model, whole)
+    rewrite = _Rewrite(result, usable, structures, cost_model, whole, channels, feed_forward)
     rewrite.run()
     rewrite.changes |= {name: _left_alone(unit) for name, unit in units.items() if unit.reason}
     options = {"level": level, "null": str(null), "correction": correction, "random_walk": random_walk, "rule": rule,
-               "alpha": alpha, "delta0": delta0, "tau": tau}  # fmt: skip
+               "alpha": alpha, "delta0": delta0, "tau": tau, "channels": channels,
+               "feed_forward": feed_forward}  # fmt: skip
     if fold and faster and reason:
         options["not_folded"] = reason
     record = Reorganization([rewrite.changes[name] for name in units], folds, options)
@@ -155,9 +161,10 @@ class _Rewrite:
 
     def __init__(
         self, model: nn.Module, units: dict[str, Unit], structures: dict[str, BipartiteStructure],
-        cost_model: CostModel, whole: frozenset[str],
+        cost_model: CostModel, whole: frozenset[str], channels: int | None, form: str | None,
     ) -> None:  # fmt: skip
-        """whole: nn.Sequentials that are only called as a whole."""
+        """whole: nn.Sequentials that are only called as a whole; channels and form of feed-forward pairs."""
+        self.channels, self.form = channels, form
         self.model, self.units, self.structures, self.cost_model, self.whole = (
             model,
             units,
@@ -175,7 +182,7 @@ class _Rewrite:
         for name, module in list(self.model.named_modules()):
             self._feed_forward(name, module)
         for run in self._runs(self._left()):
-            pair = channel_pair(run, self._alone(run.names), self.cost_model)
+            pair = channel_pair(run, self._alone(run.names), self.cost_model, self.channels, self.form)
             if pair is not None:
                 self._record_pair(run.names, pair, {})
                 self._replace_run(run, pair)
@@ -215,14 +222,17 @@ class _Rewrite:
         if len({trained(self.units[member].module) for member in names}) != 1:
             return
         kept, whole = (sum(f(n) for n in names) for f in (self._kept, lambda n: self.units[n].macs))
-        found = recognise_feed_forward(module) if self.cost_model.is_faster("feed-forward", whole, kept, 0) else None
+        may_be_faster = self.form is not None or self.cost_model.is_faster("feed-forward", whole, kept, 0)
+        found = recognise_feed_forward(module) if may_be_faster else None
         if found is None:
             return
-        first, second = module.get_submodule(found.first), module.get_submodule(found.second)
-        gate = module.get_submodule(found.gate) if found.gate else None
-        operator = BlockFeedForward.from_dense(first, found.activation, second, gate)  # type: ignore[arg-type]
+        first: Any = module.get_submodule(found.first)
+        second: Any = module.get_submodule(found.second)
+        gate: Any = module.get_submodule(found.gate) if found.gate else None
+        operator = BlockFeedForward.from_dense(first, found.activation, second, gate, self.channels, self.form)
         is_faster = self.cost_model.is_faster("feed-forward", operator.dense_macs, operator.macs, operator.n_blocks)
-        if operator.macs >= self._alone(names) or not is_faster:  # of equals, layers with folded orders are faster
+        # of equals, layers with folded orders are faster
+        if self.form is None and (operator.macs >= self._alone(names) or not is_faster):
             return
         self._record_pair(names, operator, {prefix + child: role for child, role in found.roles.items()})
         self._replace(name, operator, names)
