@@ -11,6 +11,7 @@ import crystallite as cx
 from crystallite.operators.feed_forward import BlockFeedForward
 from tests.operators.test_linear import planted
 from tests.operators.tolerance import assert_close
+from tests.reorganization.models import block_linear
 
 INPUTS, HIDDEN, OUTPUTS = 24, 96, 20
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
@@ -228,7 +229,12 @@ def test_any_form_can_be_forced(case, form, gated):
 
 def test_equal_blocks_of_all_channels_are_one_product():
     """Four channels of four equal blocks: one batched product for each layer, not one for each channel."""
-    block = BlockFeedForward.from_dense(*dense_pair("channels"))
+    first, second = nn.Linear(16, 64), nn.Linear(64, 16)
+    parts = [block_linear(16, 16, 4, seed).weight for seed in range(4)]
+    with torch.no_grad():
+        first.weight.copy_(torch.cat(parts))
+        second.weight.copy_(torch.cat(parts, 1))
+    block = BlockFeedForward.from_dense(first, nn.ReLU(), second, form="channels")
     assert block.n_channels == 4
     assert [len(stack) for stack in block.first.weights] == [16]
     assert [len(stack) for stack in block.second.weights] == [16]

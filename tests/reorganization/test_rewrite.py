@@ -389,12 +389,8 @@ def test_weights_that_are_not_numbers_are_named(level):
 
 @pytest.mark.parametrize("form", ["pair", "layers", "channels"])
 def test_the_form_of_feed_forward_pairs_can_be_forced(form):
-    model, x = (
-        nn.Sequential(
-            Gated(16, 48, 4), nn.LayerNorm(16), nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
-        ),
-        torch.randn(5, 16),
-    )
+    plain = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
+    model, x = nn.Sequential(Gated(16, 48, 4), nn.LayerNorm(16), plain), torch.randn(5, 16)
     small = cx.reorganize(model, level=None, feed_forward=form, channels=2)
     pairs = [m for m in small.modules() if isinstance(m, cx.BlockFeedForward)]
     assert [(p.form, p.n_channels) for p in pairs] == [(form, 2 if form == "channels" else 1)] * 2

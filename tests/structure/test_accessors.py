@@ -1,4 +1,4 @@
-"""What the paper names, read off structures: π_i, γ_i, W^r, D_ii, U_ij, (p, q), R_Y, D_Y, A⁺, A^k, the literal tables."""
+"""What the paper names, off structures: π_i, γ_i, W^r, D_ii, U_ij, (p, q), R_Y, D_Y, A⁺, A^k, the literal tables."""
 
 import networkx as nx
 import numpy as np
@@ -28,7 +28,7 @@ def matrix_of(permutation):
 @given(masks)
 @settings(deadline=None, max_examples=80)
 def test_channels_of_feed_forward_matrices_compute_the_matrix(mask):
-    """X = Q X_Input, X_i = π_i X, Y_i = W^i X_i, Y = Σ γ_i Y_i, Y_Output = P⁻¹ Y, with permutation matrices for P, Q."""
+    """X = Q X_Input, X_i = π_i X, Y_i = W^i X_i, Y = Σ γ_i Y_i, Y_Output = P⁻¹ Y, with matrices for P and Q."""
     rng = np.random.default_rng(0)
     w, x = rng.normal(size=mask.shape) * mask, rng.normal(size=mask.shape[1])
     s = cx.decompose(mask)
