@@ -44,7 +44,7 @@ ADAPTED_IN = {
     "google": {"serving/grpc_messages.py", "serving/grpc_service.py"},
     "grpc": {"serving/grpc_service.py"},
     "gguf": {"weights/gguf_file.py"},
-    "PIL": {"report/drawing.py"},
+    "PIL": {"core/drawing.py"},
     "sklearn": {"demo/digits.py"},
     "starlette": {"serving/app.py"},
     "torch_pruning": {"baselines/torch_pruning.py"},

@@ -37,8 +37,9 @@ from crystallite.serving import Service
 from crystallite.structure.bipartite import BipartiteStructure
 from crystallite.structure.decompose import decompose
 from crystallite.structure.directed import DirectedStructure
+from crystallite.structure.directed_levels import DirectedProfile
 from crystallite.structure.hubs import BorderedStructure, hubs
-from crystallite.structure.levels import DirectedProfile, LevelProfile, level_profile
+from crystallite.structure.levels import LevelProfile, level_profile
 from crystallite.validation import Sweep, Verdict, sweep, validate
 
 __all__ = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from html import escape
 from typing import Any, overload
 
 import numpy as np
@@ -17,7 +18,9 @@ from crystallite.annealing.initial import candidates, named_weights
 from crystallite.annealing.neyman import neyman_level, resolve_level
 from crystallite.annealing.random_walk import DELTA0, TAU, RandomWalk, check_band, random_walk_test
 from crystallite.core.arrays import Magnitudes, magnitudes
+from crystallite.core.drawing import Drawing
 from crystallite.core.errors import InvalidMatrix, InvalidOption
+from crystallite.structure.decompose import decompose
 
 __all__ = ["Annealing", "AnnealingOptions", "anneal", "anneal_matrix"]
 
@@ -205,6 +208,14 @@ class Annealing:
             block = self.magnitudes.block(start, min(start + step, lines)) & mask
             result[start : start + step] = work(block, slice(start, start + step))
         return result.T if self.magnitudes.transposed else result
+
+    def plot(self) -> Drawing:
+        """A picture of what is kept, its blocks on the diagonal; one pass for the blocks, and the mask."""
+        limits = self.threshold if self.column_thresholds is None else self.column_thresholds
+        return decompose(self.matrix, threshold=limits, name=self.name).plot(self.mask)
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{escape(repr(self))}</pre>{self.plot().svg()}"
 
     def __repr__(self) -> str:
         rows, cols = self.shape

@@ -16,11 +16,11 @@ import torch
 from tqdm import tqdm
 
 from crystallite.analysis import Analysis, analyze
+from crystallite.core.drawing import Drawing
 from crystallite.core.errors import InvalidOption
 from crystallite.models.artifact import load
 from crystallite.models.summary import summary
-from crystallite.report.drawing import Drawing
-from crystallite.report.layer_charts import class_chart, condensation_chart, histogram_chart, matrix_figure
+from crystallite.report.layer_charts import class_chart, histogram_chart, matrix_figure
 from crystallite.report.page import page
 from crystallite.report.sections import Row, run_sections, summary_section, validation_section
 from crystallite.report.view import View, view_layer
@@ -94,7 +94,7 @@ class Report:
             drawings[f"{name}-weights"] = histogram_chart(view.histogram, view.row.null)
             drawings[f"{name}-classes"] = class_chart(view.row)
             if view.directed is not None:
-                drawings[f"{name}-condensation"] = condensation_chart(view.directed)
+                drawings[f"{name}-condensation"] = view.directed.plot()
         for section in run_sections(self.sweep, self.front, self.monitor):
             drawings |= {f"{section.anchor}-{_file_name(title)}": chart for title, chart in section.charts.items()}
         return drawings

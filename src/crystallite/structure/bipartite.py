@@ -7,9 +7,11 @@ from functools import cached_property
 
 import numpy as np
 
+from crystallite.core.drawing import Drawing
 from crystallite.core.maps import Permutation
 from crystallite.core.tables import Table
-from crystallite.structure.channels import Channels
+from crystallite.structure.channels import Array, Channels
+from crystallite.structure.figures import bipartite_figure
 
 __all__ = ["BipartiteStructure"]
 
@@ -126,6 +128,20 @@ class BipartiteStructure(Channels):
             )
             for side, order in ((self.row_block, self.P), (self.col_block, self.Q))
         )
+
+    def plot(self, w: Array | None = None) -> Drawing:
+        """A picture of PWQᵀ: the blocks on its diagonal, the zero block last, new and old numbers of small matrices.
+
+        Args:
+            w: The matrix, for the shades of its entries; without it only the blocks are outlined.
+
+        Returns:
+            A drawing with `svg()`, `png()`, `save(path)` and a text alternative; notebooks show it.
+        """
+        return bipartite_figure(self, w)
+
+    def _repr_html_(self) -> str:
+        return self.plot().svg()
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, BipartiteStructure):

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeVar
 
 import numpy as np
-import torch
 
+from crystallite.core.drawing import Drawing
 from crystallite.core.maps import Permutation, Projection
 from crystallite.core.tables import Table
-from crystallite.structure.channels import Channels
+from crystallite.structure.channels import Array, Channels
+from crystallite.structure.figures import directed_figure
 from crystallite.structure.strong import unpacked
 
 __all__ = ["DirectedStructure"]
-
-Array = TypeVar("Array", bound="np.ndarray | torch.Tensor")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -161,6 +159,20 @@ class DirectedStructure(Channels):
             ("Index", "S_TAG", "G_TAG", "L_TAG", "I_TAG", "NewIndex"),
             np.column_stack([order + 1, *(tag[order] for tag in tags), np.arange(1, self.size + 1)]),
         )
+
+    def plot(self, w: Array | None = None) -> Drawing:
+        """A picture of PWPᵀ (weak components, D_ii, U_ij, isolated nodes) beside the condensation by layers.
+
+        Args:
+            w: The matrix, for the shades of its entries; without it only the blocks are outlined.
+
+        Returns:
+            A drawing with `svg()`, `png()`, `save(path)` and a text alternative; notebooks show it.
+        """
+        return directed_figure(self, w)
+
+    def _repr_html_(self) -> str:
+        return self.plot().svg()
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, DirectedStructure):
