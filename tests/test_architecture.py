@@ -31,7 +31,7 @@ MAY_IMPORT = {
     "serving": "core models operators reorganization validation",
     "baselines": "compression core data export graph models operators separation validation",
     "report": "analysis annealing core models structure weights",
-    "demo": "analysis baselines compression core models report separation serving validation",
+    "demo": "analysis baselines compression core models report separation serving structure validation",
     "cli": "analysis baselines compression core data demo discovery export models reorganization report separation "
     "serving validation",
 }

@@ -24,9 +24,8 @@ def outlined(drawing, cell=22.0, left=46.0, top=40.0):
     for shape in drawing.shapes:
         if isinstance(shape, Line) and len(shape.points) == 5 and not shape.closed:
             (x0, y0), _, (x1, y1), *_ = shape.points
-            found.add(
-                tuple(round(v) for v in ((y0 - top) / cell, (x0 - left) / cell, (y1 - y0) / cell, (x1 - x0) / cell))
-            )
+            place = (y0 - top, x0 - left, y1 - y0, x1 - x0)
+            found.add(tuple(round(v / cell) for v in place))
     return found
 
 
@@ -85,7 +84,7 @@ def test_any_structure_can_be_drawn_and_shown(make):
         root = ET.fromstring(drawing.svg())
         assert root.attrib["aria-label"] == drawing.description
         assert drawing.width <= 2200
-        for number in re.findall(r'(?:x|y|cx|cy|width|height)="([^"]*)"', drawing.svg()):
+        for number in re.findall(r' (?:x|y|cx|cy|width|height)="([^"]*)"', drawing.svg()):
             assert np.isfinite(float(number))
     assert s._repr_html_().startswith("<svg")
 

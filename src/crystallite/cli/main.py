@@ -173,6 +173,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument(
         "--model", choices=["digits", "minilm"], default="digits", help="trained here, or a sentence encoder from PyPI"
     )
+    demo.add_argument("--paper", action="store_true", help="the paper's worked examples beside ours, and nothing else")
     demo.set_defaults(run=_demo)
     return parser
 
@@ -261,6 +262,10 @@ def _made(options: argparse.Namespace, make: Callable[..., Any], chosen: dict[st
 
 
 def _demo(options: argparse.Namespace) -> int:
+    if options.paper:
+        from crystallite.demo import paper
+
+        return 0 if paper.run() else 1
     from crystallite.demo import digits, minilm
 
     (digits if options.model == "digits" else minilm).run(options.out)
