@@ -28,7 +28,7 @@ class Cells(NamedTuple):
     start: float
     split: float
     split_cell: int
-    count: int
+    total: int
 
 
 def column_sums(matrix: Magnitudes, name: str = "matrix") -> np.ndarray:
@@ -80,7 +80,7 @@ def relative_histogram(matrix: Magnitudes, scales: np.ndarray, cells: Cells, lim
         starts = [run * i for i in range(count)]
 
     def bin_run(start: int) -> np.ndarray:
-        counts = np.zeros(cells.count, np.int64)
+        counts = np.zeros(cells.total, np.int64)
         stop = min(start + run, lines)
         values = _values(matrix, start, stop)
         if matrix.transposed:
@@ -90,7 +90,7 @@ def relative_histogram(matrix: Magnitudes, scales: np.ndarray, cells: Cells, lim
         return counts
 
     return (
-        np.sum(over_tasks(thread_count(matrix), starts, bin_run), axis=0) if starts else np.zeros(cells.count, np.int64)
+        np.sum(over_tasks(thread_count(matrix), starts, bin_run), axis=0) if starts else np.zeros(cells.total, np.int64)
     )
 
 

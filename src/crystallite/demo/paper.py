@@ -1,4 +1,4 @@
-"""`crystallite demo --paper`: both worked examples of the paper from the matrix to the last table, beside our result."""
+"""`crystallite demo --paper`: both worked examples of the paper, from the matrix to the last table, beside ours."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _parsed(name: str, body: str) -> PrintedTable:
     assert begin is not None, name
     inside = re.split(r"\\end\{(?:array|tabular)\}", body[begin.end() :])[0]
     columns = re.sub(r"\*\{\d+\}", "", begin[1])
-    rows, row_lines = [], set()
+    rows, row_lines = list[list[str]](), set[int]()
     for row in inside.split(r"\\"):
         if r"\hline" in row:
             row_lines.add(len(rows))

@@ -52,7 +52,7 @@ class Channels(ABC):
 
     @cached_property
     def embeddings(self) -> list[Embedding]:
-        """γ_1 … γ_m, γ_{m+1}: Y = Σ γ_i Y_i and Y_Output = P⁻¹Y (eq. 4.10); the last writes the dormant outputs."""
+        """γ_1 … γ_m, γ_{m+1}: Y = Σ γ_i Y_i and Y_Output = P⁻¹Y (eq. 4.11); the last writes the dormant outputs."""
         return [Embedding(positions, self.P.size) for positions in self._positions(0)]
 
     def apply(self, matrix: Array) -> Array:
