@@ -33,7 +33,7 @@ MAY_IMPORT = {
     "serving": "core models operators reorganization",
     "baselines": "compression core data export graph models operators statistics validation",
     "report": "analysis annealing core models structure weights",
-    "demo": "analysis baselines compression core models report separation serving validation",
+    "demo": "analysis baselines compression core models report separation serving structure validation",
     "cli": "analysis baselines compression core data demo discovery export models reorganization report separation "
     "serving validation",
 }
@@ -46,7 +46,7 @@ ADAPTED_IN = {
     "google": {"serving/grpc_messages.py", "serving/grpc_service.py"},
     "grpc": {"serving/grpc_service.py"},
     "gguf": {"weights/gguf_file.py"},
-    "PIL": {"report/drawing.py"},
+    "PIL": {"core/drawing.py"},
     "prometheus_client": {"serving/metrics.py"},
     "sklearn": {"demo/digits.py"},
     "starlette": {"serving/app.py"},

@@ -39,8 +39,9 @@ if TYPE_CHECKING:
     from crystallite.structure.bipartite import BipartiteStructure
     from crystallite.structure.decompose import decompose
     from crystallite.structure.directed import DirectedStructure
+    from crystallite.structure.directed_levels import DirectedProfile
     from crystallite.structure.hubs import BorderedStructure, hubs
-    from crystallite.structure.levels import DirectedProfile, LevelProfile, level_profile
+    from crystallite.structure.levels import LevelProfile, level_profile
     from crystallite.validation import Sweep, Verdict, sweep, validate
 
 __all__ = [
@@ -147,7 +148,8 @@ _HOME = {
         "structure.decompose": "decompose",
         "structure.directed": "DirectedStructure",
         "structure.hubs": "BorderedStructure hubs",
-        "structure.levels": "DirectedProfile LevelProfile level_profile",
+        "structure.directed_levels": "DirectedProfile",
+        "structure.levels": "LevelProfile level_profile",
         "validation": "Sweep Verdict sweep validate",
     }.items()
     for name in names.split()

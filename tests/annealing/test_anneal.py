@@ -7,9 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+import crystallite as cx
 from crystallite.annealing import nulls
 from crystallite.annealing.anneal import anneal
 from crystallite.annealing.neyman import percolation_level
+from crystallite.annealing.random_walk import random_walk_test
 from crystallite.core.errors import InvalidMatrix, InvalidOption
 
 NULL = nulls.Uniform(0.1)
@@ -201,3 +203,37 @@ def test_without_the_second_test_there_are_no_classes():
     assert a.bandwidth is a.class_shares is a.random_walk is None
     with pytest.raises(InvalidOption, match="no classes"):
         a.classes  # noqa: B018
+
+
+def test_a_models_own_initialisation_is_its_null():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 30), nn.GRU(30, 8))
+    drawn = nulls.for_module(model)
+    for name, found in cx.anneal(model, null="init").items():
+        assert found.null == drawn[name.partition("[")[0]], name
+    with pytest.raises(cx.InvalidOption, match=r'null="init" needs the model'):
+        cx.anneal(model[0].weight.detach(), null="init")
+
+
+def test_alpha_delta0_and_tau_reach_the_test():
+    w = np.random.default_rng(0).normal(size=(64, 64))
+    a = cx.anneal(w, random_walk="literal", alpha=1e-9, delta0=0.25, tau=0.125)
+    expected = random_walk_test(w, method="literal", alpha=1e-9, delta0=0.25, tau=0.125)
+    assert a.bandwidth == expected.bandwidth
+    assert a.bandwidth != cx.anneal(w, random_walk="literal").bandwidth
+    rows = cx.analyze({"w": w}, random_walk="literal", alpha=1e-9, delta0=0.25, tau=0.125).rows
+    assert rows[0].preference == pytest.approx(expected.shares["preference"])
+    with pytest.raises(cx.InvalidOption, match="tau"):
+        cx.analyze({"w": w}, tau=2.0)
+
+
+def test_suppressed_edges_are_never_kept_by_both_tests():
+    null = nulls.Normal(0.01)
+    rng = np.random.default_rng(0)
+    w = rng.normal(size=(200, 100))  # all far beyond the null
+    planted = rng.random(w.shape) < 0.02
+    w[planted] *= 0.01  # suppressed, and half of them still significant
+    a, first = (cx.anneal(w, null, 0.5, rule=rule) for rule in ("both", "neyman"))
+    assert (a.classes[planted] == -1).mean() > 0.9
+    assert not (a.mask & (a.classes == -1)).any()
+    assert (first.mask & (a.classes == -1)).any()

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from scipy import stats
 from torch import nn
 
 from crystallite.annealing import nulls
@@ -165,3 +166,103 @@ def test_bad_options_are_named():
         random_walk_test(np.ones((2, 2)), method="flat")
     with pytest.raises(InvalidOption, match="needs a null"):
         random_walk_test(np.ones((2, 2)))
+
+
+def transcribed(u, alpha, delta0, tau):
+    """The paper's loop with a flat law, from numpy and scipy alone: the last accepted d, at least δ₀."""
+    accepted, d = delta0, delta0
+    while d <= 1 + 1e-12:
+        inside = u[(u >= 1 - d) & (u < 1 + d)]
+        cells = round(2 * d * 64)
+        groups = min(16, len(inside) // 10, cells)
+        if groups >= 2:
+            # bins of whole cells of 1/64, as equal as they come
+            bounds = 1 - d + np.ceil(np.arange(groups + 1) * cells / groups - 1e-9) / 64
+            observed = np.histogram(inside, bounds)[0]
+            expected = len(inside) * np.diff(bounds) / (2 * d)
+            if stats.chi2.sf(((observed - expected) ** 2 / expected).sum(), len(observed) - 1) < alpha:
+                break
+        accepted = d
+        d += tau
+    return accepted
+
+
+@pytest.mark.parametrize("null", [nulls.Uniform(1.0), nulls.Normal(1.0)], ids=lambda n: n.name)
+@pytest.mark.parametrize(
+    ("alpha", "delta0", "tau"),
+    [(0.05, 1 / 64, 1 / 64), (1e-6, 1 / 64, 1 / 32), (0.01, 1 / 4, 1 / 16), (0.3, 0.5, 1 / 8)],
+)
+def test_alpha_delta0_and_tau_are_the_papers(null, alpha, delta0, tau):
+    for seed in range(3):
+        w = np.abs(null.sample((32, 50), np.random.default_rng(seed)))
+        walk = random_walk_test(w, method="literal", alpha=alpha, delta0=delta0, tau=tau)
+        assert walk.relative_bandwidth == pytest.approx(transcribed((w / w.mean(0)).ravel(), alpha, delta0, tau))
+        steps = (walk.relative_bandwidth - delta0) / tau
+        assert steps == pytest.approx(round(steps))
+        assert walk.bandwidth == walk.relative_bandwidth / 32
+
+
+@pytest.mark.parametrize(("delta0", "tau"), [(0.1, 0.03), (1 / 3, 1 / 7), (1.0, 1.0), (1 / 4096, 1 / 300)])
+@pytest.mark.parametrize("method", ["calibrated", "literal"])
+def test_odd_steps_count_the_same_classes_as_numpy(delta0, tau, method):
+    null = nulls.Normal(1.0)
+    w = null.sample((200, 150), np.random.default_rng(0))
+    w[:, ::7] *= np.linspace(0.0, 3.0, 200)[:, None]
+    walk = random_walk_test(w, null, method, delta0=delta0, tau=tau)
+    u = np.abs(w) / np.abs(w).mean(0)
+    expected = {"preference": np.mean(u > 1 + walk.relative_bandwidth), "suppression": np.mean(u < walk.lower_end)}
+    assert {name: walk.shares[name] for name in expected} == pytest.approx(expected, abs=2e-4)
+    assert walk.counts.sum() == w.size
+
+
+def test_a_stricter_alpha_never_narrows_the_literal_band():
+    w = np.random.default_rng(0).normal(size=(64, 64))
+    bands = [random_walk_test(w, method="literal", alpha=a).relative_bandwidth for a in (0.3, 0.05, 1e-3, 1e-9)]
+    assert bands == sorted(bands)
+    assert bands[0] < bands[-1]
+
+
+@pytest.mark.parametrize("null", [nulls.Uniform(0.05), nulls.Normal(0.02)], ids=lambda n: n.name)
+@pytest.mark.parametrize("share", [0.01, 0.02])
+@pytest.mark.parametrize("rows", [64, 256, 1024])
+def test_planted_suppression_is_found_at_small_shares(null, share, rows):
+    rng = np.random.default_rng(1)
+    clean = null.sample((rows, rows), rng)
+    planted = rng.random(clean.shape) < share
+    w = np.where(planted, 0.01 * clean, clean)
+    walk, before = random_walk_test(w, null), random_walk_test(clean, null)
+    suppressed = np.abs(w) < walk.suppression_below
+    assert suppressed[planted].mean() > 0.7
+    assert suppressed[~planted].mean() < 0.05
+    assert walk.shares["suppression"] == pytest.approx(suppressed.mean(), abs=0.002)
+    assert before.shares["suppression"] == 0
+    # no more preference than the band's own end allows, up to the entries that the smaller column means push over it
+    assert walk.shares["preference"] <= before.shares["preference"] + 0.02
+
+
+@pytest.mark.parametrize("rows", [16, 64, 256])
+@pytest.mark.parametrize(
+    "null", [nulls.Uniform(0.05), nulls.Normal(0.02), nulls.TruncatedNormal(0.02)], ids=lambda n: n.name
+)
+def test_noise_is_not_suppressed(null, rows):
+    shares = [
+        random_walk_test(null.sample((rows, rows), np.random.default_rng(seed)), null).shares["suppression"]
+        for seed in range(40 if rows < 256 else 5)
+    ]
+    assert np.mean(np.array(shares) > 0) <= 0.05
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"alpha": 0.0}, "alpha must be a number between 0 and 1"),
+        ({"alpha": "small"}, "alpha"),
+        ({"delta0": 0.0}, "delta0 must be a number from 1/4096 to 1"),
+        ({"delta0": 1.5}, "delta0"),
+        ({"tau": -1}, "tau"),
+        ({"tau": True}, "tau"),
+    ],
+)
+def test_bad_bands_are_refused(options, message):
+    with pytest.raises(InvalidOption, match=message):
+        random_walk_test(np.ones((2, 2)), nulls.Uniform(1.0), **options)

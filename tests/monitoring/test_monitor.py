@@ -3,6 +3,7 @@
 import json
 from types import SimpleNamespace
 
+import networkx as nx
 import numpy as np
 import pytest
 import torch
@@ -14,6 +15,7 @@ from crystallite.core.errors import CrystalliteError, InvalidOption
 from crystallite.discovery import discover
 from crystallite.monitoring import StructureMonitor
 from crystallite.monitoring.journal import read_journal
+from crystallite.structure.decompose import decompose
 from crystallite.structure.levels import level_profile
 from tests.helpers.tasks import draw, mlp, steps
 
@@ -143,3 +145,40 @@ def test_rows_are_a_table():
     monitor = StructureMonitor(nn.Linear(3, 3), every=1)
     monitor.step(0)
     assert list(monitor.to_pandas()["layer"]) == ["weight", "(model)"]
+
+
+@pytest.mark.parametrize("rule", ["neyman", "both"])
+@pytest.mark.parametrize("kind", [nn.RNN, nn.GRU, nn.LSTM])
+def test_feedback_matrices_have_their_directed_structure(rule, kind):
+    """All gates of a layer together, against networkx on the union of the masks that `anneal` gives."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), kind(5, 24, num_layers=2))
+    level = 0.02 if rule == "neyman" else 0.2
+    rows = StructureMonitor(model, every=1, level=level, rule=rule).step(0)
+    masks = {}
+    for name, found in anneal(model, null=nulls.for_module(model), level=level, rule=rule).items():
+        masks.setdefault(name.partition("[")[0], []).append(found.mask.numpy())
+    feedback = {row["layer"]: row for row in rows if "sccs" in row}
+    assert list(feedback) == ["1.weight_hh_l0 (feedback)", "1.weight_hh_l1 (feedback)"]
+    for name, row in feedback.items():
+        mask = np.logical_or.reduce(masks[name.removesuffix(" (feedback)")])
+        graph = nx.from_numpy_array(mask.T.astype(int), create_using=nx.DiGraph)
+        weak = [c for c in nx.weakly_connected_components(graph) if set(c) - set(nx.isolates(graph))]
+        condensed = nx.condensation(graph)
+        assert row["sccs"] == len(condensed)
+        assert row["layers"] == len(list(nx.topological_generations(condensed)))
+        assert row["components"] == len(weak)
+        assert row["isolated"] == len(list(nx.isolates(graph)))
+        assert row["largest_scc_share"] == max(map(len, nx.strongly_connected_components(graph))) / 24
+
+
+def test_either_rule_can_be_watched():
+    torch.manual_seed(0)
+    model = nn.Linear(40, 30)
+    rows = {rule: StructureMonitor(model, every=1, rule=rule).step(0)[0] for rule in ("neyman", "both")}
+    for rule, row in rows.items():
+        found = anneal(model.weight.detach(), nulls.for_module(model), rule=rule)
+        assert row["kept_share"] == found.kept_share
+        assert row["blocks"] == decompose(found.mask).n_blocks
+    with pytest.raises(InvalidOption, match="rule must be"):
+        StructureMonitor(model, rule="all")

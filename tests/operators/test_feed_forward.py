@@ -9,12 +9,8 @@ from torch import nn
 
 import crystallite as cx
 from crystallite.operators.feed_forward import BlockFeedForward
-from tests.helpers.planted.feed_forward import (
-    CASES,
-    HIDDEN,
-    INPUTS,
-    dense_pair,
-)
+from tests.helpers.block_models import block_linear
+from tests.helpers.planted.feed_forward import CASES, HIDDEN, INPUTS, dense_pair
 from tests.helpers.tolerance import assert_close
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
@@ -77,9 +73,9 @@ def test_forms_cost_what_their_blocks_cost():
         cx.decompose(first.weight[q]).macs + cx.decompose(second.weight[:, q]).macs
         for q in np.array_split(np.arange(HIDDEN), 4)
     )
-    assert (block.form, len(block.channels), block.macs) == ("channels", 4, expected)
+    assert (block.form, block.n_channels, block.macs) == ("channels", 4, expected)
     assert block.macs < cx.decompose(first.weight).macs + cx.decompose(second.weight).macs
-    assert len(BlockFeedForward.from_dense(first, activation, second, channels=12).channels) == 12
+    assert BlockFeedForward.from_dense(first, activation, second, channels=12).n_channels == 12
 
 
 def test_a_gate_counts_and_joins():
@@ -92,12 +88,12 @@ def test_a_gate_counts_and_joins():
     assert repr(block) == 'BlockFeedForward(2 → 2 → 2, form="pair", blocks=2, 6 of 12 multiply-adds)'
     with torch.no_grad():
         gate.weight[0, 1] = 1
-    assert BlockFeedForward.from_dense(first, nn.SiLU(), second, gate).form == "channels"
+    assert BlockFeedForward.from_dense(first, nn.SiLU(), second, gate, channels=2).form == "channels"
 
 
 def test_pair_moves_no_hidden_neuron():
-    assert BlockFeedForward.from_dense(*dense_pair("equal subnetworks")).channels[0].shuffle is None
-    shuffled = BlockFeedForward.from_dense(*dense_pair("equal layers")).channels[0].shuffle
+    assert BlockFeedForward.from_dense(*dense_pair("equal subnetworks")).shuffle is None
+    shuffled = BlockFeedForward.from_dense(*dense_pair("equal layers")).shuffle
     assert sorted(shuffled.tolist()) == list(range(HIDDEN))
 
 
@@ -140,3 +136,50 @@ def test_bad_input():
         second.weight[0, 0] = float("inf")
     with pytest.raises(cx.InvalidMatrix, match="finite"):
         BlockFeedForward.from_dense(first, nn.ReLU(), second)
+
+
+@pytest.mark.parametrize("ratio", [1, 2, 3, 5, 8])
+def test_channels_are_as_many_as_the_width_is_wider(ratio):
+    """d–cd–d has c channels W₁^q, W₂^q whose outputs add up, against the sum over channels of dense products."""
+    torch.manual_seed(ratio)
+    first, second = nn.Linear(6, 6 * ratio), nn.Linear(6 * ratio, 6)
+    with torch.no_grad():
+        first.weight.mul_(torch.rand_like(first.weight) < 0.3)
+        second.weight.mul_(torch.rand_like(second.weight) < 0.3)
+    block = BlockFeedForward.from_dense(first, nn.GELU(), second, form="channels")
+    assert (block.form, block.n_channels) == ("channels", ratio)
+    x = torch.randn(5, 6)
+    expected = second.bias + sum(
+        nn.functional.gelu(x @ first.weight[q].T + first.bias[q]) @ second.weight[:, q].T
+        for q in torch.arange(6 * ratio).chunk(ratio)
+    )
+    assert_close(block(x), expected)
+    assert torch.equal(block.to_dense().second.weight, second.weight)
+    assert torch.equal(block.to_dense().first.weight, first.weight)
+
+
+@pytest.mark.parametrize("form", ["pair", "layers", "channels"])
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("gated", [False, True])
+def test_any_form_can_be_forced(case, form, gated):
+    modules = dense_pair(case, gated=gated)
+    block = BlockFeedForward.from_dense(*modules, form=form)
+    x = torch.randn(3, INPUTS, dtype=torch.float64)
+    assert block.form == form
+    assert_close(block(x), run(modules, x))
+    again = BlockFeedForward.from_description(block.describe()).double()
+    again.load_state_dict(block.state_dict())
+    assert torch.equal(again(x), block(x))
+
+
+def test_equal_blocks_of_all_channels_are_one_product():
+    """Four channels of four equal blocks: one batched product for each layer, not one for each channel."""
+    first, second = nn.Linear(16, 64), nn.Linear(64, 16)
+    parts = [block_linear(16, 16, 4, seed).weight for seed in range(4)]
+    with torch.no_grad():
+        first.weight.copy_(torch.cat(parts))
+        second.weight.copy_(torch.cat(parts, 1))
+    block = BlockFeedForward.from_dense(first, nn.ReLU(), second, form="channels")
+    assert block.n_channels == 4
+    assert [len(stack) for stack in block.first.weights] == [16]
+    assert [len(stack) for stack in block.second.weights] == [16]

@@ -12,7 +12,9 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import crystallite as cx
+from crystallite.operators.linear import BlockLinear
 from crystallite.operators.runtime import engine
+from tests.helpers import paper
 from tests.helpers.planted.linear import STRUCTURES, pair
 from tests.helpers.tolerance import assert_close
 
@@ -217,3 +219,32 @@ def test_dormant_outputs_emit_their_bias():
 def test_bad_input(make, message):
     with pytest.raises(cx.InvalidMatrix, match=message):
         make()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("seed", range(8))
+def test_a_directed_matrix_runs_in_frobenius_form(seed, dtype):
+    rng = np.random.default_rng(seed)
+    nodes = int(rng.integers(1, 40))
+    mask = torch.from_numpy(rng.random((nodes, nodes)) < 1.3 / nodes)
+    w = torch.from_numpy(rng.normal(size=(nodes, nodes))).to(dtype) * mask
+    bias = torch.randn(nodes, dtype=dtype) if seed % 2 else None
+    structure = cx.decompose(mask, kind="directed")
+    layer = BlockLinear.from_directed(w, bias, structure)
+    x = torch.randn(5, nodes, dtype=dtype)
+    assert_close(layer(x), nn.functional.linear(x, w, bias))
+    assert torch.equal(layer.to_dense().weight, w)
+    heard = [len(b) * int(mask[torch.from_numpy(b)].any(0).sum()) for b in structure.blocks]
+    assert layer.macs == sum(heard) <= nodes * nodes
+    again = BlockLinear.from_description(layer.describe()).to(dtype)
+    again.load_state_dict(layer.state_dict())
+    assert torch.equal(again(x), layer(x))
+
+
+def test_blocks_of_a_directed_matrix_stand_in_layer_order():
+    d = cx.decompose(paper.M18, kind="directed")
+    layer = BlockLinear.from_directed(torch.from_numpy(paper.M18).float(), None, d)
+    rows = torch.argsort(layer.outputs)[: layer.writes].numpy()
+    np.testing.assert_array_equal(rows, d.P.source[: layer.writes])
+    with pytest.raises(cx.InvalidMatrix, match="as the structure has"):
+        BlockLinear.from_directed(torch.zeros(3, 3), None, d)

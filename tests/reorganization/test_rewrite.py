@@ -385,3 +385,18 @@ def test_weights_that_are_not_numbers_are_named(level):
         model.second.weight[0, 0, 0, 0] = float("nan")
     with pytest.raises(cx.InvalidMatrix, match=r"second.weight: .*NaN"):
         cx.reorganize(model, level=level, only_if_faster=False)
+
+
+@pytest.mark.parametrize("form", ["pair", "layers", "channels"])
+def test_the_form_of_feed_forward_pairs_can_be_forced(form):
+    plain = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
+    model, x = nn.Sequential(Gated(16, 48, 4), nn.LayerNorm(16), plain), torch.randn(5, 16)
+    small = cx.reorganize(model, level=None, feed_forward=form, channels=2)
+    pairs = [m for m in small.modules() if isinstance(m, cx.BlockFeedForward)]
+    assert [(p.form, p.n_channels) for p in pairs] == [(form, 2 if form == "channels" else 1)] * 2
+    assert_close(small(x), model(x))
+    assert_same_state(restore(small), model)
+    with pytest.raises(cx.InvalidOption, match="channels must be"):
+        cx.reorganize(model, level=None, feed_forward="channels", channels=1000)
+    with pytest.raises(cx.InvalidOption, match="form must be one of pair, layers, channels"):
+        cx.reorganize(model, level=None, feed_forward="rows")

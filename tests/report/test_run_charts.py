@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from crystallite.report.drawing import Dot, Label
+from crystallite.core.drawing import Dot, Label
 from crystallite.report.run_charts import front_charts
 
 _COMPARED = [

@@ -59,10 +59,49 @@ def test_redistribute_is_the_papers_formula(seed, rows, cols):
 
 def test_redistribute_for_feedback_networks():
     w = torch.zeros(5, 5)
-    w[0, 3] = w[3, 0] = w[1, 4] = 1.0  # two components; node 2 is isolated
+    w[0, 3] = w[3, 0] = w[1, 4] = 1.0  # two components, 4 → 1; node 2 is isolated
     update = torch.arange(25.0).view(5, 5)
     parts = redistribute(update, cx.decompose(w, kind="directed"))
-    assert [p.tolist() for p in parts] == [[[0, 3], [15, 18]], [[6, 9], [21, 24]]]
+    assert [p.tolist() for p in parts] == [[[0, 3], [15, 18]], [[24, 21], [9, 6]]]
+
+
+def test_redistribute_follows_p_where_it_differs_from_the_order_of_nodes():
+    w = np.zeros((3, 3))
+    w[0, 2] = w[2, 2] = 1.0
+    structure = cx.decompose(w, kind="directed")
+    assert structure.P.source.tolist() == [2, 0, 1]
+    parts = redistribute(np.arange(1, 10).reshape(3, 3), structure)
+    assert [p.tolist() for p in parts] == [[[9, 7], [3, 1]]]
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 12), st.sampled_from([np.asarray, torch.from_numpy]))
+@settings(max_examples=80, deadline=None)
+def test_sliced_feedback_updates_are_the_trained_sub_operators(seed, nodes, kind):
+    """γ_i⁻¹(P ΔW Pᵀ)π_iᵀ with permutation matrices; and gradient steps on the parts of PWPᵀ itself."""
+    rng = np.random.default_rng(seed)
+    w = rng.normal(size=(nodes, nodes)) * (rng.random((nodes, nodes)) < 1.2 / nodes)
+    structure = cx.decompose(w, kind="directed")
+    p = np.eye(nodes)[structure.P.source]  # as a matrix
+    inputs, target = rng.normal(size=(2, nodes, 7))
+    operators, start = [], 0
+    for _ in structure.components:
+        size = int((structure.component == structure.component[structure.P.source[start]]).sum())
+        operators.append((p @ w @ p.T)[start : start + size, start : start + size])
+        start += size
+    trained, whole = [kind(o.copy()) for o in operators], w.copy()
+    for _ in range(3):
+        delta = 0.1 * (whole @ inputs - target) @ inputs.T
+        delta[w == 0] = 0  # only what the structure holds is trained
+        whole = whole - delta
+        trained = updated(trained, kind(delta), structure)
+    for part, own, r in zip(trained, operators, range(len(operators)), strict=True):
+        first = sum(len(o) for o in operators[:r])
+        x, y = ((p @ side)[first : first + len(own)] for side in (inputs, target))
+        local = own.copy()
+        for _ in range(3):
+            local = local - 0.1 * ((local @ x - y) @ x.T) * (own != 0)
+        np.testing.assert_allclose(np.asarray(part), local, rtol=1e-9, atol=1e-12)
+        np.testing.assert_array_equal(part, (p @ whole @ p.T)[first : first + len(own), first : first + len(own)])
 
 
 def test_updated_equals_the_global_step_bit_for_bit():

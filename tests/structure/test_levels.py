@@ -2,6 +2,7 @@
 
 import itertools
 
+import networkx as nx
 import numpy as np
 import pytest
 import scipy.sparse
@@ -165,3 +166,61 @@ def test_profiles_print_and_tabulate():
 def test_bad_input_gets_one_clear_error(call, message):
     with pytest.raises(cx.CrystalliteError, match=message):
         call()
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(0, 9), st.booleans())
+@settings(deadline=None, max_examples=60)
+def test_every_level_of_a_feedback_matrix_is_exact(seed, nodes, ties):
+    """Against networkx at every distinct weight and between them, with ties, self-loops, zeros and negative weights."""
+    rng = np.random.default_rng(seed)
+    w = rng.integers(-4, 5, (nodes, nodes)).astype(float) if ties else rng.normal(size=(nodes, nodes))
+    w *= rng.random(w.shape) < 0.6
+    profile = cx.level_profile(w, kind="directed")
+    assert profile.is_exact
+    values = np.unique(np.abs(w[w != 0]))
+    states = []
+    for c in [*values, *(values[:-1] + values[1:]) / 2, 99.0]:
+        graph = nx.from_numpy_array((np.abs(w) >= c).T.astype(int), create_using=nx.DiGraph)
+        strong = list(nx.strongly_connected_components(graph))
+        expected = (
+            len(strong),
+            nx.number_weakly_connected_components(graph) if nodes else 0,
+            max(map(len, strong), default=0) / max(nodes, 1),
+            len(list(nx.isolates(graph))),
+        )
+        assert profile.at(float(c))[1:] == pytest.approx(expected), c
+    for c in values[::-1]:
+        at = profile.at(float(c))
+        if not states or states[-1][1] != at[1:]:
+            states.append((c, at[1:]))
+    assert profile.thresholds.tolist() == [c for c, _ in states if c]  # no more levels than there are changes
+    layers = [cx.decompose(w, "directed", threshold=float(c)).n_layers for c in profile.thresholds]
+    assert profile.n_layers.tolist() == layers
+    assert len(profile.to_pandas()) == len(profile.thresholds)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("turned", [False, True])
+def test_feedback_levels_of_larger_matrices(dtype, turned):
+    w = torch.randn(150, 150, generator=torch.Generator().manual_seed(0)).to(dtype)
+    w = w.T if turned else w
+    profile = cx.level_profile(w, kind="directed")
+    assert profile.n_scc[-1] == 1
+    for k in range(0, len(profile.thresholds), max(1, len(profile.thresholds) // 12)):
+        c = float(profile.thresholds[k])
+        for threshold in (c, np.nextafter(c, 99)):
+            d = cx.decompose(w, "directed", threshold=threshold)
+            found = profile.at(threshold)
+            assert found[1:3] == (d.n_scc, d.n_components)
+            assert found[3:] == pytest.approx((d.largest_share, int(d.isolated.sum())))
+
+
+def test_a_profile_of_chosen_thresholds_knows_no_others():
+    profile = cx.level_profile(np.array([[0.0, 2.0], [1.0, 0.0]]), kind="directed", thresholds=[2.0, 1.0])
+    assert profile.at(1.0).n_scc == 1
+    with pytest.raises(cx.InvalidOption, match="only the thresholds"):
+        profile.at(1.5)
+    assert (
+        repr(cx.level_profile(np.eye(3), kind="directed"))
+        == "DirectedProfile(3 nodes, 1 levels: 3 to 3 strong components)"
+    )

@@ -11,6 +11,7 @@ from torch import nn
 
 import crystallite as cx
 from crystallite.annealing import nulls
+from crystallite.annealing.anneal import AnnealingOptions
 from crystallite.core.errors import InvalidOption
 from crystallite.validation import sweep, validate
 from crystallite.validation.annealed import AnnealedModel
@@ -49,7 +50,7 @@ def planted(blocks=4, inputs=32, hidden=64, outputs=16, seed=0):
 )
 @pytest.mark.parametrize("rule", ["both", "neyman"])
 def test_a_level_keeps_the_weights_that_anneal_keeps(model, rule):
-    found = AnnealedModel(model, ["*"], [], "auto", None, "calibrated")
+    found = AnnealedModel(model, ["*"], [], "auto", AnnealingOptions())
     for level in (0.3, 0.01, "percolation"):
         found.set_level(level, rule)
         for (name, value), expected in zip(
@@ -132,7 +133,8 @@ def test_a_jump_is_named_and_a_gradual_change_is_not():
     options = {"null": null, "rule": "neyman"}
     assert not sweep(gradual, x, levels, **options).jumps
     jumps = sweep(sudden, x, levels, **options).jumps
-    assert any("mean deviation" in jump and "between levels 0.9 and 0.7" in jump for jump in jumps)
+    assert any(jump.quantity == "mean deviation" and jump.levels == ("0.9", "0.7") for jump in jumps)
+    assert "between levels 0.9 and 0.7" in str(jumps[0])
 
 
 def test_both_rules_side_by_side_and_levels_in_order():
@@ -253,3 +255,96 @@ def test_planted_weights_lie_where_they_were_planted():
     assert weight[inside].min() > 32**-0.5 > weight[~inside].max() * 100
     keep_(model[0].weight, inside)
     assert cx.decompose(model[0].weight.detach()).n_blocks == 4
+
+
+def test_alpha_is_swept_beside_the_level():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 16)), torch.randn(30, 32)
+    found = sweep(model, x, [0.1, 0.01], null="init", random_walk="literal", alpha=[0.3, 1e-9], rule=["both", "neyman"])
+    runs = [("both", 0.3), ("both", 0.3), ("both", 1e-9), ("both", 1e-9), ("neyman", None), ("neyman", None)]
+    assert [(p.rule, p.alpha) for p in found.points] == runs
+    for point in found.points[:4]:
+        options = {"level": point.level, "random_walk": "literal", "alpha": point.alpha, "null": "init"}
+        kept = [a.kept_share for a in cx.anneal(model, **options).values()]
+        assert [s.kept_share for s in point.layers] == pytest.approx(kept)
+    assert found.points[0].kept_share >= found.points[2].kept_share  # a stricter α calls more of it noise
+    assert "α" in repr(found)
+
+
+def test_levels_below_the_band_are_named():
+    """Weights far beyond f0 on few directions: the band alone decides at mild levels, the level at strict ones."""
+    torch.manual_seed(0)
+    model = nn.Linear(64, 64, bias=False)
+    null = nulls.Normal(0.01)
+    with torch.no_grad():
+        model.weight.copy_(torch.from_numpy(null.sample((64, 64), np.random.default_rng(0))))
+    found = sweep(model, torch.randn(20, 64), [0.5, 0.1, 1e-3], null=null)
+    assert [p.by_band_alone for p in found.points] == [True, True, False]
+    assert found.points[0].kept_share == found.points[1].kept_share > found.points[2].kept_share
+    assert "kept by the random-walk band alone: 0.5, 0.1." in repr(found)
+    weight = model.weight.detach()
+    assert [cx.anneal(weight, null, level).by_band_alone for level in (0.5, 0.1, 1e-3)] == [True, True, False]
+    assert "by the random-walk band alone" in repr(cx.anneal(weight, null, 0.5))
+    assert "band alone" in cx.analyze({"w": weight}, null="empirical", level=0.5).rows[0].verdict
+
+
+def stepwise(levels):
+    """Two blocks of ±1, and between them weights that only the strictest of these levels remove."""
+    torch.manual_seed(0)
+    model = nn.Linear(64, 64, bias=False)
+    inside = torch.block_diag(torch.ones(32, 32), torch.ones(32, 32)).bool()
+    with torch.no_grad():
+        between = nulls.Normal(0.01).threshold(levels) * torch.randn(64, 64).sign()
+        model.weight.copy_(torch.where(inside, torch.randn(64, 64).sign(), between))
+    return model
+
+
+def test_a_recommended_level_is_never_next_to_a_jump():
+    model, x = stepwise(3e-3), torch.randn(40, 64)
+    options = {"null": nulls.Normal(0.01), "rule": "neyman", "max_relative_deviation": 0.5, "only_if_faster": False}
+    found = sweep(model, x, [1e-1, 1e-2, 1e-3, 1e-4, 1e-5], **options)
+    structural = [jump for jump in found.jumps if jump.quantity == "multiply-adds of the blocks"]
+    assert [jump.levels for jump in structural] == [("0.01", "0.001")]
+    assert structural[0].values == (1.0, 0.5)
+    assert found.recommended.name == "0.0001"  # 0.001 has the same blocks, but sits on the jump
+    assert not any(jump.touches(found.recommended) for jump in found.jumps)
+    assert "1 of 1 layers become smaller, 50% of the multiply-adds" in found.reason
+    edge = sweep(model, x, [1e-1, 3e-2, 1e-2, 1e-3], **options)
+    assert edge.recommended is None
+    assert edge.reason.startswith("No level is safe: 4 of 4 levels are acceptable, but those that save anything sit on")
+
+
+def test_a_verdict_fails_on_a_jump_and_passes_beside_it():
+    model, x = stepwise(3e-3), torch.randn(40, 64)
+    options = {"null": "empirical", "rule": "neyman"}
+    levels = [0.9, 0.5, 0.2, 0.1, 0.05]
+    verdicts = {}
+    for level in (0.5, 0.1):
+        small = cx.reorganize(model, level=level, only_if_faster=False, **options)
+        verdicts[level] = validate(model, small, x, levels=levels, max_relative_deviation=2.0)
+    outcomes = {level: [o for o in v.outcomes if o.rule == "continuity"] for level, v in verdicts.items()}
+    for level, (outcome,) in outcomes.items():
+        sits = any(name == f"{level:.3g}" for jump in verdicts[level].sweep.jumps for name in jump.levels)
+        assert outcome.kept is not sits
+        assert verdicts[level].passed is not sits
+    assert {outcome.kept for (outcome,) in outcomes.values()} == {True, False}
+
+
+def test_the_models_own_level_is_among_those_of_the_verdict():
+    model = planted()
+    small = cx.reorganize(model, level=0.02, null="init", rule="neyman", only_if_faster=False)
+    found = validate(model, small, torch.randn(60, 32), levels=[0.1, 0.01]).sweep
+    assert [point.level for point in found.points] == [0.1, 0.02, 0.01]
+
+
+def test_blocks_that_are_not_faster_are_not_recommended():
+    """The recommendation describes the model that is returned: here both layers would stay dense."""
+    model, x = planted(), torch.randn(60, 32)
+    options = {"null": nulls.Uniform(2e-4), "rule": "neyman"}
+    found = sweep(model, x, [1e-3, 1e-4], **options)
+    assert found.points[0].macs_share < 1
+    assert found.recommended is found.reorganized is None
+    assert "none would run faster as blocks" in found.reason
+    small = sweep(model, x, [1e-3, 1e-4], **options, only_if_faster=False)
+    before, after = cx.summary(small.reorganized).macs
+    assert f"{after / before:.0%} of the multiply-adds" in small.reason

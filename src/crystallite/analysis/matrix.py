@@ -9,11 +9,12 @@ import numpy as np
 
 from crystallite.analysis.control import Shuffled, shuffled
 from crystallite.analysis.verdict import SEPARATE_BLOCKS, finding_of, sentence
-from crystallite.annealing.anneal import Annealing, anneal
+from crystallite.annealing.anneal import Annealing, AnnealingOptions, anneal_matrix
 from crystallite.annealing.fitting import Empirical, choose
 from crystallite.annealing.histogram import MagnitudeHistogram, magnitude_histogram
 from crystallite.annealing.initial import candidates
 from crystallite.annealing.neyman import percolation_level
+from crystallite.annealing.random_walk import DELTA0, TAU
 from crystallite.core.arrays import Magnitudes
 from crystallite.structure.bipartite import BipartiteStructure
 from crystallite.structure.decompose import decompose, directed_from_words
@@ -48,6 +49,9 @@ class Options:
     correction: str | None = None
     random_walk: str = "calibrated"
     rule: str = "both"
+    alpha: float | None = None
+    delta0: float = DELTA0
+    tau: float = TAU
     fast: bool = False
 
 
@@ -73,6 +77,7 @@ class MatrixAnalysis:
     preference: float
     noise: float
     suppression: float
+    by_band_alone: bool  # the level changes nothing: the random-walk band decides alone
     n_blocks: int
     largest_share: float
     active_share: float  # neurons that are in some block
@@ -130,6 +135,7 @@ def analyze_layer(checkpoint: Checkpoint, layer: Layer, options: Options) -> Mat
         "kept_share": kept / entries,
         "expected_false_edges": sum(a.expected_false_edges for a in annealings),
         **{name: float(np.mean([s.get(name, 0.0) for s in shares])) for name in ("preference", "noise", "suppression")},
+        "by_band_alone": all(a.by_band_alone for a in annealings),
         "n_blocks": structure.n_blocks,
         "largest_share": structure.largest_share,
         "active_share": 1 - _dormant(structure) / max(1, sum(structure.shape)),
@@ -173,7 +179,9 @@ def anneal_layer(checkpoint: Checkpoint, layer: Layer, label: str, matrix: Any, 
     null: Any = (
         choose(matrix, drawn, name) if options.null == "auto" else drawn[0] if options.null == "init" else "empirical"
     )
-    return anneal(matrix, null, options.level, options.correction, options.random_walk, options.rule, name=name)
+    o = options
+    tests = AnnealingOptions(o.level, o.correction, o.random_walk, o.rule, o.alpha, o.delta0, o.tau)
+    return anneal_matrix(matrix, null, tests, name)
 
 
 def structure_of_layer(

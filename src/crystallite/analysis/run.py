@@ -16,7 +16,7 @@ from tqdm import tqdm
 from crystallite.analysis.matrix import MatrixAnalysis, Options, analyze_layer
 from crystallite.analysis.verdict import model_verdict
 from crystallite.annealing.neyman import CORRECTIONS, resolve_level
-from crystallite.annealing.random_walk import METHODS
+from crystallite.annealing.random_walk import DELTA0, METHODS, TAU, check_band
 from crystallite.core.errors import InvalidOption
 from crystallite.core.suggest import check_choice, matching, suggest_keywords
 from crystallite.core.tables import terminal_width, text_table
@@ -98,6 +98,9 @@ def analyze(
     correction: str | None = None,
     random_walk: str = "calibrated",
     rule: str = "both",
+    alpha: float | None = None,
+    delta0: float = DELTA0,
+    tau: float = TAU,
     fast: bool = False,
     targets: str | Sequence[str] = ("*",),
     ignore: str | Sequence[str] = (),
@@ -118,7 +121,7 @@ def analyze(
         null: "auto" believes an initialisation only if it explains the bulk of a matrix, else it measures the bulk;
             "init" always takes what PyTorch, or the model's config, draws for such a layer; "empirical" always
             measures.
-        level, correction, random_walk, rule: as for `anneal`.
+        level, correction, random_walk, rule, alpha, delta0, tau: as for `anneal`.
         fast: only the tests and the blocks at the one level.
         targets, ignore: a pattern of layer names, or several (`*.intermediate.*`).
         resume: a file that keeps each finished matrix; after an interruption the same call goes on from there.
@@ -138,7 +141,7 @@ def analyze(
         >>> analyze(torch.nn.Linear(64, 32)).verdict
         'No exact block structure: 1 of 1 not distinguishable from its initialisation.'
     """
-    options = Options(null, level, correction, random_walk, rule, fast)
+    options = Options(null, level, correction, random_walk, rule, alpha, delta0, tau, fast)
     _check(options, engine)
     with open_checkpoint(source) as checkpoint:
         layers = recognise(checkpoint)
@@ -159,6 +162,7 @@ def analyze(
 def _check(options: Options, engine: str) -> None:
     """Refuse bad options before anything is read."""
     resolve_level(options.level, 1, 1)
+    check_band(options.random_walk, options.alpha, options.delta0, options.tau)
     accepted: list[tuple[str, Any, tuple]] = [
         ("null", options.null, ("auto", "init", "empirical")),
         ("correction", options.correction, CORRECTIONS),

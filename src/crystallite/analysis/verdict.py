@@ -49,6 +49,12 @@ def finding_of(row: MatrixAnalysis) -> str:
 
 
 def sentence(row: MatrixAnalysis) -> str:
+    """The finding in words, and whether the level had a part in it."""
+    alone = " The level changes nothing: kept by the random-walk band alone." if row.by_band_alone and row.kept else ""
+    return _finding_in_words(row) + alone
+
+
+def _finding_in_words(row: MatrixAnalysis) -> str:
     """One sentence with the numbers behind the finding."""
     size = f"{row.rows}×{row.cols}"
     blocks = f"{row.n_blocks} block{'s' * (row.n_blocks != 1)}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from html import escape
 from typing import Any, overload
 
 import numpy as np
@@ -15,15 +16,42 @@ from crystallite.annealing.fitting import Empirical, Fit, choose, fit
 from crystallite.annealing.histogram import count_at_least
 from crystallite.annealing.initial import candidates, named_weights
 from crystallite.annealing.neyman import neyman_level, resolve_level
-from crystallite.annealing.random_walk import METHODS, RandomWalk, random_walk_test
+from crystallite.annealing.random_walk import DELTA0, TAU, RandomWalk, check_band, random_walk_test
 from crystallite.core.arrays import Magnitudes, magnitudes
+from crystallite.core.drawing import Drawing
 from crystallite.core.errors import InvalidMatrix, InvalidOption
 from crystallite.core.suggest import suggest_keywords
+from crystallite.structure.decompose import decompose
 
-__all__ = ["Annealing", "anneal"]
+__all__ = ["Annealing", "AnnealingOptions", "anneal", "anneal_matrix"]
 
 Matrix = np.ndarray | torch.Tensor
 NullChoice = Null | Fit | str | Mapping[str, Null] | Callable[[str, torch.Tensor], Null | Fit | str]
+
+
+@dataclass(frozen=True)
+class AnnealingOptions:
+    """How weights are tested, checked: what `anneal` takes beside the matrix and its null, and means the same there.
+
+    >>> AnnealingOptions(rule="all")
+    Traceback (most recent call last):
+    crystallite.core.errors.InvalidOption: rule must be "both" or "neyman", got 'all'
+    """
+
+    level: float | str = 0.01
+    correction: str | None = None
+    random_walk: str | None = "calibrated"
+    rule: str = "both"
+    alpha: float | None = None
+    delta0: float = DELTA0
+    tau: float = TAU
+
+    def __post_init__(self) -> None:
+        if self.rule not in ("both", "neyman"):
+            raise InvalidOption(f'rule must be "both" or "neyman", got {self.rule!r}')
+        check_band(self.random_walk, self.alpha, self.delta0, self.tau)
+        if self.random_walk is None and self.rule == "both":
+            raise InvalidOption('rule="both" needs the random-walk test; with random_walk=None pass rule="neyman"')
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -39,9 +67,7 @@ class Annealing:
     null: Null
     level: float  # as asked for, "percolation" resolved
     entry_level: float  # after the correction: what each entry is tested at
-    correction: str | None
-    rule: str
-    method: str | None  # of the random-walk test
+    options: AnnealingOptions
     name: str
     _fit: Fit | None = None
 
@@ -78,9 +104,12 @@ class Annealing:
     @cached_property
     def random_walk(self) -> RandomWalk | None:
         """The second test, or None if it was switched off."""
-        if self.method is None:
+        o = self.options
+        if o.random_walk is None:
             return None
-        return random_walk_test(self.magnitudes, self.null, self.method, self.name)
+        return random_walk_test(
+            self.magnitudes, self.null, o.random_walk, self.name, alpha=o.alpha, delta0=o.delta0, tau=o.tau
+        )
 
     @property
     def bandwidth(self) -> float | None:
@@ -98,9 +127,22 @@ class Annealing:
 
         The larger of c and the first number above (1/n + δ)·Σ_i|w_ij|.
         """
-        if self.rule == "neyman" or self.random_walk is None:
+        if self.options.rule == "neyman" or self.random_walk is None:
             return None
         return np.maximum(self.threshold, np.nextafter(self.random_walk.preference_above, np.inf))
+
+    @cached_property
+    def by_band_alone(self) -> bool:
+        """Whether the level changes nothing: all that the random-walk band prefers is significant as well.
+
+        A lower level may still do. One more pass where some column's threshold is above its band.
+        """
+        if self.options.rule == "neyman" or self.random_walk is None:
+            return False
+        band = np.nextafter(self.random_walk.preference_above, np.inf)
+        if bool((self.threshold <= band).all()):
+            return True
+        return self.kept == count_at_least(self.magnitudes, self.magnitudes.patterns(band), self.name)
 
     @cached_property
     def column_patterns(self) -> np.ndarray | None:
@@ -128,12 +170,17 @@ class Annealing:
 
     @cached_property
     def classes(self) -> Any:
-        """(rows, cols) int8: 1 structural preference, 0 random-walk noise, −1 systematic suppression."""
+        """(rows, cols) int8: 1 structural preference, 0 random-walk noise, −1 systematic suppression.
+
+        Suppressed edges are never kept under rule="both", significant or not: what is significantly *small* next to
+        the other edges of its neuron is a direction that training closed. Under rule="neyman" they are kept where
+        they are significant, which they may be in a column of large weights.
+        """
         walk = self.random_walk
         if walk is None:
             raise InvalidOption(f"{self.name}: there are no classes without the random-walk test")
         upper = self.magnitudes.patterns(np.nextafter(walk.preference_above, np.inf))
-        lower = self.magnitudes.patterns(np.maximum(walk.suppression_below, 0.0))
+        lower = self.magnitudes.patterns(walk.suppression_below)
 
         def classify(patterns: np.ndarray, columns: slice) -> np.ndarray:
             above = patterns >= self._limits(upper, columns)
@@ -163,9 +210,18 @@ class Annealing:
             result[start : start + step] = work(block, slice(start, start + step))
         return result.T if self.magnitudes.transposed else result
 
+    def plot(self) -> Drawing:
+        """A picture of what is kept, its blocks on the diagonal; one pass for the blocks, and the mask."""
+        limits = self.threshold if self.column_thresholds is None else self.column_thresholds
+        return decompose(self.matrix, threshold=limits, name=self.name).plot(self.mask)
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{escape(repr(self))}</pre>{self.plot().svg()}"
+
     def __repr__(self) -> str:
         rows, cols = self.shape
-        level = f"level {self.level:.3g}" + (f" with {self.correction}" if self.correction else "")
+        o = self.options
+        level = f"level {self.level:.3g}" + (f" with {o.correction}" if o.correction else "")
         by_chance = f"{self.expected_false_edges:.3g} false edges expected"
         lines = [
             f"Annealing of {self.name}, {rows}×{cols} {self.magnitudes.format}",
@@ -174,8 +230,9 @@ class Annealing:
         ]
         if self.random_walk:
             shares = ", ".join(f"{name} {share:.1%}" for name, share in self.random_walk.shares.items())
-            lines.append(f"  random walk  {self.method}, δ·n = {self.random_walk.relative_bandwidth:.3g}: {shares}")
-        lines.append(f'  kept         {self.kept} of {rows * cols} ({self.kept_share:.2%}) by rule "{self.rule}"')
+            lines.append(f"  random walk  {o.random_walk}, δ·n = {self.random_walk.relative_bandwidth:.3g}: {shares}")
+        alone = ", by the random-walk band alone" if self.by_band_alone else ""
+        lines.append(f'  kept         {self.kept} of {rows * cols} ({self.kept_share:.2%}) by rule "{o.rule}"{alone}')
         return "\n".join(lines)
 
 
@@ -188,6 +245,10 @@ def anneal(
     random_walk: str | None = ...,
     rule: str = ...,
     name: str = ...,
+    *,
+    alpha: float | None = ...,
+    delta0: float = ...,
+    tau: float = ...,
 ) -> dict[str, Annealing]: ...
 @overload
 def anneal(
@@ -198,6 +259,10 @@ def anneal(
     random_walk: str | None = ...,
     rule: str = ...,
     name: str = ...,
+    *,
+    alpha: float | None = ...,
+    delta0: float = ...,
+    tau: float = ...,
 ) -> Annealing: ...
 @suggest_keywords
 def anneal(
@@ -208,70 +273,79 @@ def anneal(
     random_walk: str | None = "calibrated",
     rule: str = "both",
     name: str = "matrix",
+    *,
+    alpha: float | None = None,
+    delta0: float = DELTA0,
+    tau: float = TAU,
 ) -> Any:
-    """Test every weight of a matrix (rows = outputs, columns = inputs) and say which ones are structure.
+    """Which weights of a matrix (rows = outputs, columns = inputs), or of every matrix of a model, are structure.
 
     An edge is kept if it is significant, |w| ≥ c with P_f0(|w| ≥ c) = level (corrected for multiplicity if asked),
     and has structural preference, w̃_ij > 1/n + δ: the paper's "only edges that pass both tests". The price of the
     second: a neuron that acts strongly but evenly on all outputs counts as directionless and is annealed away.
-    rule="neyman" keeps by the first test alone and only reports the classes.
-
-    - `null`: a null from `cx.nulls` (or the outcome of `nulls.choose`), "empirical" for the matrix's own Gaussian bulk,
-      or "auto": the initialisation that explains its bulk if there is one, else empirical (`nulls.choose`).
-    - `level`: a number in (0, 1), or "percolation" = 1/√(rows·cols), above which noise alone is one giant component.
-    - `correction`: None, "bonferroni", "holm" (both: no false edge with probability 1 − level), or "bh" (at most a
-      share `level` of the kept edges is false).
-    - `random_walk`: "calibrated", "literal" (the paper's flat χ²) or None, which needs rule="neyman".
-
-    A model gives a dict with one `Annealing` per weight matrix (`nulls.for_module` says what was drawn; gate stacks and
-    fused projections come apart, convolutions are flattened to out × (in·kernel), embeddings transposed). "auto" then
-    means its own initialisation where that explains the bulk, else empirical; `null` may also be a dict by
-    parameter name, such as `nulls.for_module(model)`, or a function of (name, matrix).
+    A suppressed edge (w̃_ij far below 1/n) is annealed away even where it is significant; `classes` tells which.
 
     rule="neyman" without "holm" or "bh" reads at most 65,536 entries here; the rest takes two to three passes.
     Integers and booleans are refused: they are codes, not weights.
 
-    >>> w = np.random.default_rng(0).uniform(-0.1, 0.1, (64, 100)).astype(np.float32)
-    >>> w[:8, :10] += 0.5
-    >>> anneal(w, correction="holm")
-    Annealing of matrix, 64×100 float32
-      null         Uniform(±0.1), KS 0.013
-      Neyman       |w| ≥ 0.1 (level 0.01 with holm), 0.0101 false edges expected
-      random walk  calibrated, δ·n = 1.08: preference 2.3%, noise 97.7%, suppression 0.0%
-      kept         80 of 6400 (1.25%) by rule "both"
+    Args:
+        w: A floating-point matrix, or a model: then one result per weight matrix (gate stacks and fused projections
+            come apart, convolutions are flattened to out × (in·kernel), embeddings transposed).
+        null: A null from `cx.nulls` (or the outcome of `nulls.choose`); "empirical" for the matrix's own Gaussian
+            bulk; "auto": the initialisation that explains its bulk if there is one, else empirical (`nulls.choose`).
+            For a model also "init", what PyTorch or Hugging Face drew for each layer (`nulls.for_module`), which
+            "auto" takes only where it explains the bulk; a dict by parameter name; or a function of (name, matrix).
+        level: The paper's x: a number in (0, 1), or "percolation" = 1/√(rows·cols), above which noise alone is one
+            giant component.
+        correction: None, "bonferroni", "holm" (both: no false edge with probability 1 − level), or "bh" (at most a
+            share `level` of the kept edges is false).
+        random_walk: "calibrated", "literal" (the paper's flat χ²) or None, which needs rule="neyman".
+        rule: "both", or "neyman": keep by the first test alone and only report the classes.
+        name: What errors call the matrix.
+        alpha: The paper's α of the random-walk test; None: .01 for all its steps together, .05 at each for "literal".
+        delta0: Its δ₀ in units of 1/n, n the number of rows.
+        tau: Its τ, in units of 1/n.
+
+    Returns:
+        One `Annealing`; for a model a dict of them by weight name.
+
+    Raises:
+        InvalidOption: An option is out of range, or contradicts another.
+        InvalidMatrix: The matrix has entries that are not finite, or that are no floating-point numbers.
+
+    Examples:
+        >>> w = np.random.default_rng(0).uniform(-0.1, 0.1, (64, 100)).astype(np.float32)
+        >>> w[:8, :10] += 0.5
+        >>> anneal(w, correction="holm")
+        Annealing of matrix, 64×100 float32
+          null         Uniform(±0.1), KS 0.013
+          Neyman       |w| ≥ 0.1 (level 0.01 with holm), 0.0101 false edges expected
+          random walk  calibrated, δ·n = 1.08: preference 2.3%, noise 97.7%, suppression 0.0%
+          kept         80 of 6400 (1.25%) by rule "both"
     """
-    options = {"level": level, "correction": correction, "random_walk": random_walk, "rule": rule}
+    options = AnnealingOptions(level, correction, random_walk, rule, alpha, delta0, tau)
     if isinstance(w, torch.nn.Module):
         return {
-            weight_name: _anneal_matrix(
-                matrix, _null_for(weight_name, matrix, null, initial), name=weight_name, **options
-            )
+            weight_name: anneal_matrix(matrix, _null_for(weight_name, matrix, null, initial), options, weight_name)
             for weight_name, matrix, initial in named_weights(w)
         }
-    return _anneal_matrix(w, null, name=name, **options)
+    return anneal_matrix(w, null, options, name)
 
 
-def _anneal_matrix(
-    w: Any, null: Any, *, level: Any, correction: Any, random_walk: Any, rule: Any, name: str
-) -> Annealing:
-    if rule not in ("both", "neyman"):
-        raise InvalidOption(f'rule must be "both" or "neyman", got {rule!r}')
-    if random_walk not in (*METHODS, None):
-        raise InvalidOption(f"random_walk must be one of {', '.join(METHODS)} or None, got {random_walk!r}")
-    if random_walk is None and rule == "both":
-        raise InvalidOption('rule="both" needs the random-walk test; with random_walk=None pass rule="neyman"')
+def anneal_matrix(w: Any, null: Null | Fit | str, options: AnnealingOptions, name: str = "matrix") -> Annealing:
+    """`anneal` of one matrix with options that are checked already."""
     matrix = magnitudes(w, name)
     if not matrix.format.startswith(("float", "bfloat")):
         raise InvalidMatrix(
             f"{name}: expected floating-point weights, got {matrix.format}; convert or dequantise first"
         )
     rows, cols = matrix.shape[::-1] if matrix.transposed else matrix.shape
-    number = resolve_level(level, rows, cols)
+    number = resolve_level(options.level, rows, cols)
     chosen = _resolve_null(null, matrix, rows, cols, name)
     f0 = chosen.null if isinstance(chosen, Fit) else chosen
-    entry_level = neyman_level(f0, number, correction, matrix, name)
+    entry_level = neyman_level(f0, number, options.correction, matrix, name)
     known_fit = chosen if isinstance(chosen, Fit) else None
-    result = Annealing(w, matrix, f0, number, entry_level, correction, rule, random_walk, name, known_fit)
+    result = Annealing(w, matrix, f0, number, entry_level, options, name, known_fit)
     _ = result.column_thresholds  # what the rule needs is computed here, so that a bad matrix is refused here
     return result
 
@@ -283,6 +357,10 @@ def _resolve_null(null: Any, matrix: Magnitudes, rows: int, cols: int, name: str
         return choose(matrix, candidates("linear", max(cols, 1), max(rows, 1)), name)
     if isinstance(null, str) and null == "empirical":
         return Empirical.fit(matrix, name)
+    if isinstance(null, str) and null == "init":
+        raise InvalidOption(
+            f'{name}: null="init" needs the model, which says what was drawn; pass that, or a null of cx.nulls'
+        )
     raise InvalidOption(f'{name}: null must be "auto", "empirical" or a null from crystallite.nulls, got {null!r}')
 
 
@@ -295,4 +373,6 @@ def _null_for(name: str, matrix: torch.Tensor, null: Any, initial: Null) -> Any:
         return null.get(name, null.get(parameter))
     if callable(null):
         return null(name, matrix)
-    return choose(matrix, [initial], name) if isinstance(null, str) and null == "auto" else null
+    if isinstance(null, str) and null in ("auto", "init"):
+        return choose(matrix, [initial], name) if null == "auto" else initial
+    return null

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import numpy as np
 
@@ -12,13 +13,22 @@ from crystallite.core.arrays import Magnitudes
 from crystallite.core.errors import InvalidMatrix
 from crystallite.core.parallel import over_tasks, thread_count
 
-__all__ = ["column_sums", "relative_histogram"]
+__all__ = ["Cells", "column_sums", "relative_histogram"]
 
 _CHUNKS = 32  # fixed, not one per thread: the order of additions must not depend on the machine
 _ENTRIES_AT_ONCE = 1 << 18  # decoded together where the format has fewer than 32 bits: they stay in the cache
 _SAMPLE_RUN = 1 << 16
 
 Rows = tuple[int, int]
+
+
+class Cells(NamedTuple):
+    """Cells of width 1 that begin at `start`, and anew at `split`, where cell number `split_cell` begins."""
+
+    start: float
+    split: float
+    split_cell: int
+    total: int
 
 
 def column_sums(matrix: Magnitudes, name: str = "matrix") -> np.ndarray:
@@ -54,8 +64,8 @@ def column_sums(matrix: Magnitudes, name: str = "matrix") -> np.ndarray:
     return total
 
 
-def relative_histogram(matrix: Magnitudes, scales: np.ndarray, bins: int, limit: int | None = None) -> np.ndarray:
-    """Counts of ⌊|w_ij|·scales_j⌋ in `bins` bins, the last also for all beyond; columns with scale 0 are left out.
+def relative_histogram(matrix: Magnitudes, scales: np.ndarray, cells: Cells, limit: int | None = None) -> np.ndarray:
+    """How many |w_ij|·scales_j are in each cell, the last also for all beyond; columns with scale 0 are left out.
 
     With a limit, a larger matrix is represented by evenly spaced runs of its rows (columns, if its memory is
     column-major) that hold at least `limit` entries together: always the same ones.
@@ -70,15 +80,18 @@ def relative_histogram(matrix: Magnitudes, scales: np.ndarray, bins: int, limit:
         starts = [run * i for i in range(count)]
 
     def bin_run(start: int) -> np.ndarray:
-        counts = np.zeros(bins, np.int64)
+        counts = np.zeros(cells.total, np.int64)
         stop = min(start + run, lines)
+        values = _values(matrix, start, stop)
         if matrix.transposed:
-            kernels.bin_by_row(_values(matrix, start, stop), scales[start:stop], counts)
+            kernels.bin_by_row(values, scales[start:stop], cells.start, cells.split, cells.split_cell, counts)
         else:
-            kernels.bin_by_column(_values(matrix, start, stop), scales, counts)
+            kernels.bin_by_column(values, scales, cells.start, cells.split, cells.split_cell, counts)
         return counts
 
-    return np.sum(over_tasks(thread_count(matrix), starts, bin_run), axis=0) if starts else np.zeros(bins, np.int64)
+    return (
+        np.sum(over_tasks(thread_count(matrix), starts, bin_run), axis=0) if starts else np.zeros(cells.total, np.int64)
+    )
 
 
 def _decodable(matrix: Magnitudes, rows: Rows) -> list[Rows]:

@@ -20,6 +20,7 @@ __all__ = [
     "bin_by_column",
     "bin_by_row",
     "bin_patterns",
+    "cell_of",
     "collect_bin",
     "magnitudes_of",
     "upper_halves",
@@ -132,25 +133,32 @@ def add_row_magnitudes(values, sums):
 
 
 @compiled
-def bin_by_column(values, scales, counts):
-    """counts[⌊|value|·scale of its column⌋] += 1, what lies beyond the last bin into the last; scale 0 = leave out."""
+def cell_of(v, start, split, split_cell, last):
+    """The cell of v: of width 1 from `start` up to `split`, and again from there, where cell `split_cell` is."""
+    cell = int(v - start) if v < split else split_cell + int(min(v - split, float(last)))
+    return min(cell, last)
+
+
+@compiled
+def bin_by_column(values, scales, start, split, split_cell, counts):
+    """counts[cell of |value|·scale of its column] += 1, what lies beyond the last cell into it; scale 0 = leave out."""
     last = counts.size - 1
     for i in range(values.shape[0]):
         row = values[i]
         for j in range(row.size):
             if scales[j] > 0:
-                counts[min(int(abs(row[j]) * scales[j]), last)] += 1
+                counts[cell_of(abs(row[j]) * scales[j], start, split, split_cell, last)] += 1
 
 
 @compiled
-def bin_by_row(values, scales, counts):
+def bin_by_row(values, scales, start, split, split_cell, counts):
     """`bin_by_column` with one scale per row."""
     last = counts.size - 1
     for i in range(values.shape[0]):
         row = values[i]
         if scales[i] > 0:
             for j in range(row.size):
-                counts[min(int(abs(row[j]) * scales[i]), last)] += 1
+                counts[cell_of(abs(row[j]) * scales[i], start, split, split_cell, last)] += 1
 
 
 @compiled

@@ -64,11 +64,14 @@ _REORGANIZE = Command(
         *ANNEALING,
         Option("level", "anneal nothing: weights that are zero are the gaps", takes="nothing", value=None,
                default=0.01, flag="--as-it-is",
-               excludes=("--level", "--null", "--correction", "--rule", "--random-walk")),
+               excludes=tuple(option.word for option in ANNEALING)),
         Option("only_if_faster", "use blocks wherever they need fewer multiply-adds, even if they run slower",
                takes="nothing", value=False, default=True, flag="--even-if-slower"),
         Option("fold", "do not move the order of hidden neurons into the stored weights", takes="nothing",
                value=False, default=True, flag="--no-fold"),
+        Option("channels", "channels that a d–cd–d feed-forward pair is cut into (c if not given)", int, metavar="N"),
+        Option("feed_forward", "form that every feed-forward pair takes, whatever it saves",
+               choices=("pair", "layers", "channels")),
         TARGETS,
         IGNORE,
         JSON,
@@ -353,11 +356,14 @@ _DEMO = Command(
         Option("out", "folder for what the demo writes", Path, Path("demo-output"), metavar="FOLDER", own=True),
         Option("model", "network to take: one trained here, or a sentence encoder from PyPI", default="digits",
                choices=("digits", "minilm"), own=True),
+        Option("paper", "print the paper's worked examples beside the results here, and nothing else", takes="nothing",
+               default=False, own=True, excludes=("--model", "--out")),
     ),
     "crystallite.cli.demo:run",
     example="""\
   crystallite demo --out demo-output
   crystallite demo --model minilm
+  crystallite demo --paper
 """,
 )  # fmt: skip
 _COMPLETION = Command(

@@ -86,6 +86,9 @@ ANNEALING = (
     Option("correction", "correction for testing many weights at once", choices=("bonferroni", "holm", "bh")),
     Option("rule", "tests that a weight must pass to be kept", default="both", choices=("both", "neyman")),
     Option("random_walk", "version of the random-walk test", default="calibrated", choices=("calibrated", "literal")),
+    Option("alpha", "significance level of the random-walk test, the paper's α", float, metavar="LEVEL"),
+    Option("delta0", "first bandwidth δ₀ of the random-walk test, times n", float, 1 / 64, metavar="WIDTH"),
+    Option("tau", "step τ of its bandwidth, times n", float, 1 / 64, metavar="WIDTH"),
 )
 CHECKPOINT = Option(
     "checkpoint", "folder that keeps the state of training, so that the same command goes on after an interruption",

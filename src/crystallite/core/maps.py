@@ -173,6 +173,37 @@ class Permutation(_Selection):
         inverse[self._index] = np.arange(self.size)
         return Permutation(inverse)
 
+    def rows_(self, array: Array) -> Array:
+        """PA in place: rows move along the cycles of P, one at a time. O(n) moves and one row of extra memory.
+
+        >>> a = np.array([10, 20, 30])
+        >>> Permutation([2, 0, 1]).rows_(a) is a, a.tolist()
+        (True, [30, 10, 20])
+        """
+        self._check_axis(array, 0, self.size)
+        with torch.no_grad():
+            self._move(array)
+        return array
+
+    def cols_(self, array: Array) -> Array:
+        """APᵀ in place; P.rows_(W) and Q.cols_(W) make PWQᵀ of W."""
+        self._check_axis(array, -1, self.size)
+        with torch.no_grad():
+            self._move(array.movedim(-1, 0) if isinstance(array, torch.Tensor) else np.moveaxis(array, -1, 0))
+        return array
+
+    def _move(self, lines: Any) -> None:
+        source = self._index.tolist()
+        for start in range(self.size):
+            held, at = None, start
+            while source[at] >= 0:
+                if held is None and source[at] != start:
+                    held = lines[at].clone() if isinstance(lines, torch.Tensor) else np.copy(lines[at])
+                after, source[at] = source[at], -1  # moved
+                if after != at:
+                    lines[at] = held if after == start else lines[after]
+                at = after
+
     def __matmul__(self, other: Any) -> Any:
         """Composition by the paper's rule (PQ)(i) = Q(P(i)), or PA for an array.
 

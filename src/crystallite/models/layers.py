@@ -156,7 +156,7 @@ def set_trained_(module: nn.Module, weights: bool, biases: bool) -> None:
 
 
 def _is_bias(name: str) -> bool:
-    """`bias`, `bias_ih_l0`, `channels.0.first.biases.1`."""
+    """`bias`, `bias_ih_l0`, `first.biases.1`."""
     return name.rstrip("0123456789.").rpartition(".")[2].startswith("bias")
 
 

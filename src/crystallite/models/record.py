@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from crystallite.annealing.distributions import Normal, Orthogonal, TruncatedNormal, Uniform
 from crystallite.annealing.fitting import Empirical
+from crystallite.annealing.random_walk import DELTA0, TAU
 from crystallite.core.errors import CheckpointError, CrystalliteError, InvalidOption
 from crystallite.models.typed_json import from_plain, to_plain
 
@@ -149,6 +150,11 @@ class ExactOptions:
     correction: str | None = None
     random_walk: str | None = "calibrated"
     rule: str = "both"
+    alpha: float | None = None
+    delta0: float = DELTA0
+    tau: float = TAU
+    channels: int | None = None
+    feed_forward: str | None = None
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from torch import nn
 
-from crystallite.annealing.anneal import anneal
+from crystallite.annealing.anneal import Annealing, AnnealingOptions, anneal_matrix
 from crystallite.annealing.distributions import Null
 from crystallite.annealing.fitting import choose
 from crystallite.annealing.initial import named_weights
@@ -17,9 +16,20 @@ from crystallite.core.errors import CrystalliteError
 from crystallite.discovery.discover import strength
 from crystallite.discovery.energy import jacobian_energy
 from crystallite.partitioning.coclustering import Clusters, cocluster
+from crystallite.structure.decompose import decompose
 from crystallite.structure.levels import level_profile
 
-__all__ = ["MODEL", "FunctionalMap", "Row", "functional_map", "initial_nulls", "layer_row", "matrices", "problem_row"]
+__all__ = [
+    "MODEL",
+    "FunctionalMap",
+    "Row",
+    "annealings",
+    "feedback_rows",
+    "functional_map",
+    "initial_nulls",
+    "layer_row",
+    "problem_row",
+]
 
 Row = dict[str, Any]
 MODEL = "(model)"  # the layer of rows about the whole
@@ -47,27 +57,26 @@ class FunctionalMap:
         return {"layer": MODEL, "sigma": sigma, "gap": self.clusters.gap, "modules": self.clusters.k}
 
 
-def matrices(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The weight matrices of a model as operators, in main memory; gate stacks come apart."""
-    return {name: matrix.cpu() for name, matrix, _ in named_weights(model)}
-
-
 def initial_nulls(model: nn.Module) -> dict[str, Null]:
     """The null of each weight: its initialisation if that explains the bulk of it now, else the bulk itself."""
     return {name: choose(matrix.cpu(), [null], name).null for name, matrix, null in named_weights(model)}
 
 
-def layer_row(name: str, matrix: torch.Tensor, null: Null, level: float) -> Row:
-    """What the paper's tests and the level profile say about one matrix.
+def layer_row(annealing: Annealing | Row) -> Row:
+    """What the paper's tests and the level profile say about one matrix; a row about a problem stays as it is.
 
-    >>> from crystallite.annealing.distributions import Uniform
-    >>> row = layer_row("w", torch.block_diag(torch.ones(4, 4), torch.ones(4, 4)), Uniform(0.5), 0.01)
+    >>> from crystallite import anneal, nulls
+    >>> w = np.kron(np.eye(2), np.ones((4, 4)))
+    >>> row = layer_row(anneal(w, nulls.Uniform(0.5), rule="neyman"))
     >>> row["blocks"], row["largest_share"], row["kept_share"], row["dormant_rows"]
     (2, 0.5, 0.5, 0)
     """
-    annealing = anneal(matrix, null, level, rule="neyman", name=name)
+    if not isinstance(annealing, Annealing):
+        return annealing
+    name, matrix = annealing.name, annealing.matrix
     profile = level_profile(matrix, name=name)
-    at = profile.at(annealing.threshold)
+    limits = annealing.threshold if annealing.column_thresholds is None else annealing.column_thresholds
+    at = decompose(matrix, threshold=limits, name=name)
     thresholds = float(profile.thresholds.max(initial=0)) * np.arange(1, _PROFILE + 1) / _PROFILE
     levels = [profile.at(float(threshold)) for threshold in thresholds]
     return {
@@ -76,8 +85,8 @@ def layer_row(name: str, matrix: torch.Tensor, null: Null, level: float) -> Row:
         "kept_share": annealing.kept_share,
         "blocks": at.n_blocks,
         "largest_share": at.largest_share,
-        "dormant_rows": at.dormant[1],
-        "dormant_cols": at.dormant[0],
+        "dormant_rows": len(at.dormant_rows),
+        "dormant_cols": len(at.dormant_cols),
         **(annealing.class_shares or {}),
         "profile": {
             "thresholds": thresholds.tolist(),
@@ -85,6 +94,47 @@ def layer_row(name: str, matrix: torch.Tensor, null: Null, level: float) -> Row:
             "largest_share": [found.largest_share for found in levels],
         },
     }
+
+
+def annealings(model: nn.Module, nulls: dict[str, Null], options: AnnealingOptions) -> list[Annealing | Row]:
+    """Each weight matrix tested, or a row about why it could not be."""
+    found: list[Annealing | Row] = []
+    for name, matrix, _ in named_weights(model):
+        try:
+            annealing = anneal_matrix(matrix.cpu(), nulls[name], options, name)
+            _ = annealing.kept  # finds numbers that are not finite
+            found.append(annealing)
+        except CrystalliteError as error:
+            found.append(problem_row(name, error))
+    return found
+
+
+def feedback_rows(found: list[Annealing | Row]) -> list[Row]:
+    """A row for each feedback matrix of recurrent layers: one node per hidden unit, an edge where any gate keeps it."""
+    stacks: dict[str, list[Annealing | Row]] = {}
+    for annealing in found:
+        name = annealing.name if isinstance(annealing, Annealing) else annealing["layer"]
+        parameter = name.partition("[")[0]
+        if parameter.rpartition(".")[2].startswith("weight_hh"):
+            stacks.setdefault(parameter, []).append(annealing)
+    rows = []
+    for parameter, gates in stacks.items():
+        tested = [gate for gate in gates if isinstance(gate, Annealing)]
+        if len(tested) < len(gates) or len(set(tested[0].shape)) != 1:  # a projected LSTM has no square feedback
+            continue
+        mask = np.logical_or.reduce([np.asarray(gate.mask) for gate in tested])
+        d = decompose(mask, kind="directed", name=parameter)
+        rows.append(
+            {
+                "layer": f"{parameter} (feedback)",
+                "sccs": d.n_scc,
+                "largest_scc_share": d.largest_share,
+                "layers": d.n_layers,
+                "components": len(d.components),
+                "isolated": int(d.isolated.sum()),
+            }
+        )
+    return rows
 
 
 def problem_row(name: str, error: CrystalliteError) -> Row:

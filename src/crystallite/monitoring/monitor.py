@@ -9,6 +9,7 @@ from typing import Any, Self
 
 from torch import nn
 
+from crystallite.annealing.anneal import AnnealingOptions
 from crystallite.core.errors import CrystalliteError, InvalidOption
 from crystallite.core.suggest import suggest_keywords
 from crystallite.monitoring.journal import Journal
@@ -16,10 +17,11 @@ from crystallite.monitoring.measures import (
     MODEL,
     FunctionalMap,
     Row,
+    annealings,
+    feedback_rows,
     functional_map,
     initial_nulls,
     layer_row,
-    matrices,
     problem_row,
 )
 from crystallite.monitoring.tensorboard import TensorBoard
@@ -43,13 +45,15 @@ class StructureMonitor:
             modules form, long before single weights show it. None: weights only.
         every: a number of steps, or "auto": at the first step, and then whenever all looks so far and the next one
             together take less than 3 % of the time that the training took.
-        path: a JSONL file, one line per row: step, layer, kept_share, blocks, largest_share (at the Neyman threshold),
+        path: a JSONL file, one line per row: step, layer, kept_share, blocks, largest_share (of what the rule keeps),
             preference, noise, suppression (the random-walk classes), profile (blocks and largest share at eight
-            thresholds); the row of the layer "(model)" has sigma, gap, modules and the seconds that the look took. A
-            file of an interrupted run is continued.
+            thresholds); feedback matrices of recurrent layers have a row "… (feedback)" of all their gates together
+            with sccs, largest_scc_share, layers, components and isolated units; the row of the layer "(model)" has
+            sigma, gap, modules and the seconds that the look took. A file of an interrupted run is continued.
         tensorboard: a folder or an open `SummaryWriter`.
         level: of the Neyman test. Its null is fixed at the start: the initialisation if the weights still look like it,
             else their bulk as it is then.
+        rule: "neyman", or "both": what the random-walk test prefers as well.
 
     Raises:
         InvalidOption: there is nothing to watch, or the batch does not fit the model.
@@ -73,11 +77,13 @@ class StructureMonitor:
         every: int | str = "auto",
         path: str | Path | None = None,
         tensorboard: Any = None,
-        level: float = 0.01,
+        level: float | str = 0.01,
+        rule: str = "neyman",
     ) -> None:
         if every != "auto" and not (isinstance(every, int) and every >= 1):
             raise InvalidOption(f'every must be a number of steps ≥ 1 or "auto", got {every!r}')
-        self.model, self.batch, self.every, self.level = model, batch, every, level
+        self.model, self.batch, self.every = model, batch, every
+        self.options = AnnealingOptions(level, rule=rule)
         self.rows: list[Row] = []
         self._nulls = initial_nulls(model)
         if not self._nulls and batch is None:
@@ -86,8 +92,7 @@ class StructureMonitor:
         self._tensorboard = None if tensorboard is None else TensorBoard(tensorboard)
         if batch is not None:
             functional_map(model, batch)  # what does not fit the model is refused here, not in the middle of a training
-        for name, matrix in list(matrices(model).items())[:1]:
-            layer_row(name, matrix, self._nulls[name], level)  # compiles, so that the first look costs what others do
+        self._weights()  # compiles, so that the first look costs what others do
         self._started: float | None = None
         self._spent = 0.0  # seconds, in all looks
         self._cost = 0.0  # of the last one
@@ -128,12 +133,7 @@ class StructureMonitor:
         return self._spent + self._cost <= _SHARE * training
 
     def _look(self) -> tuple[list[Row], FunctionalMap | None]:
-        rows: list[Row] = []
-        for name, matrix in matrices(self.model).items():
-            try:
-                rows.append(layer_row(name, matrix, self._nulls[name], self.level))
-            except CrystalliteError as error:
-                rows.append(problem_row(name, error))
+        rows = self._weights()
         found = None
         whole: Row = {"layer": MODEL}
         if self.batch is not None:
@@ -143,6 +143,10 @@ class StructureMonitor:
             except CrystalliteError as error:
                 whole = problem_row(MODEL, error)
         return [*rows, whole], found
+
+    def _weights(self) -> list[Row]:
+        found = annealings(self.model, self._nulls, self.options)
+        return list(map(layer_row, found)) + feedback_rows(found)
 
     def to_pandas(self) -> Any:
         """One line per row."""

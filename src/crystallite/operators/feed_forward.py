@@ -1,4 +1,4 @@
-"""`BlockFeedForward`: the d–4d–d pair of a transformer, plain or gated, rebuilt from blocks that share its neurons."""
+"""`BlockFeedForward`: the d–cd–d pair of a transformer, plain or gated, rebuilt from blocks that share its neurons."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from crystallite.operators.runtime.engine import as_rows
 from crystallite.structure.decompose import decompose
 from crystallite.structure.levels import chain_labels
 
-__all__ = ["BlockFeedForward", "FeedForward"]
+__all__ = ["FORMS", "BlockFeedForward", "FeedForward"]
 
-_CHANNELS = 4  # d–4d–d is four channels of width d
+FORMS = ("pair", "layers", "channels")
 _Indices = TypeVar("_Indices", bound=tuple[np.ndarray, ...])
 _Block = tuple[np.ndarray, np.ndarray]  # rows and columns
 _Runs = list[list[_Block]]  # blocks in the order they are stored, consecutive ones of equal shape together
@@ -39,7 +39,8 @@ class BlockFeedForward(nn.Module):
     - "pair": subnetworks from inputs through hidden neurons to outputs; the hidden order is folded into the weights.
     - "layers": each layer in its own blocks, with one shuffle R = Q₂P₁⁻¹ of the hidden neurons between them.
     - "channels": the hidden neurons in consecutive channels, W₁^q and W₂^q each in their own blocks, outputs summed
-      (paper, section 4.4).
+      (paper, section 4.4). Blocks of equal shape are one batched product, whichever channel they are in: the channels
+      run in parallel.
 
     Of equals the one that moves less is taken, in this order. The activation must act on each neuron alone.
 
@@ -53,49 +54,90 @@ class BlockFeedForward(nn.Module):
     True
     """
 
+    inputs: Tensor  # input position of each column of the first layer's blocks
+    hidden: Tensor  # hidden neuron of each row of the first layer's blocks
+    shuffle: Tensor | None  # R: place of each column of the second layer's blocks among these rows; None: the same
+    outputs: Tensor  # place of each output of each channel among the rows of the second layer's blocks
+
     def __init__(
-        self, form: str, sizes: Sequence[int], channels: list[_Channel], activation: nn.Module, bias: Tensor | None
+        self,
+        form: str,
+        sizes: Sequence[int],
+        n_channels: int,
+        stacks: tuple[_Stacks, _Stacks | None, _Stacks],
+        tables: dict[str, Tensor],
+        activation: nn.Module,
+        bias: Tensor | None,
     ) -> None:
         super().__init__()
-        self.form = form
+        self.form, self.n_channels = form, n_channels
         self.in_features, self.hidden_features, self.out_features = sizes
-        self.channels: Sequence[_Channel] = nn.ModuleList(channels)  # type: ignore[assignment]  # it holds nothing else
+        self.first, self.gate, self.second = stacks
+        for name in ("inputs", "hidden", "shuffle", "outputs"):
+            self.register_buffer(name, tables.get(name))
         self.activation = activation
         self.bias = None if bias is None else nn.Parameter(bias)
 
     @classmethod
     def from_dense(
         cls, first: nn.Linear, activation: nn.Module, second: nn.Linear, gate: nn.Linear | None = None,
-        channels: int | None = None,
+        channels: int | None = None, form: str | None = None,
     ) -> BlockFeedForward:  # fmt: skip
-        """Cut a pair along its nonzero weights; `gate` and `first` share the hidden neurons, and so their blocks.
+        """The pair cut along its nonzero weights; `gate` and `first` share the hidden neurons, and so their blocks.
 
-        channels: into how many the hidden neurons are split for the form "channels" (default 4).
+        Args:
+            first: d → cd.
+            activation: Acts on each hidden neuron alone.
+            second: cd → d.
+            gate: The other layer of a gated pair.
+            channels: Into how many the hidden neurons are split for the form "channels"; default: c = hidden / d.
+            form: "pair", "layers" or "channels"; default: the one with the fewest multiply-adds.
+
+        Raises:
+            InvalidMatrix: Shapes do not fit.
+            InvalidOption: No such form, or not so many channels.
         """
-        _check(first, second, gate, channels)
+        _check(first, second, gate, channels, form)
         reads = first.weight.detach().abs()
         if gate is not None:
             reads = torch.maximum(reads, gate.weight.detach().abs())
         writes = second.weight.detach()
         hidden = np.arange(first.out_features)
-        parts = np.array_split(hidden, channels or min(_CHANNELS, len(hidden)))
-        forms = {
-            "pair": [_pair(reads, writes)],
-            "layers": [_layers(reads, writes, hidden)],
-            "channels": [_layers(reads, writes, part) for part in parts],
+        count = channels or max(1, round(len(hidden) / max(first.in_features, 1)))
+        cuts = {
+            "pair": lambda: _pair(reads, writes),
+            "layers": lambda: _layers(reads, writes, [hidden]),
+            "channels": lambda: _layers(reads, writes, np.array_split(hidden, count)),
         }
+        forms = {name: cuts[name]() for name in (FORMS if form is None else (form,))}
         readers = 1 if gate is None else 2
-        form = min(forms, key=lambda name: sum(readers * _macs(r) + _macs(w) for r, w in forms[name]))
-        cut = [_Channel.cut(first, gate, second, *runs, folded=form == "pair") for runs in forms[form]]
+        best = min(forms, key=lambda name: readers * _macs(forms[name][0]) + _macs(forms[name][1]))
+        order, read = _order(forms[best][0], 0), _order(forms[best][1], 1)
+        place = torch.zeros(len(hidden), dtype=torch.int64)
+        place[order] = torch.arange(len(order))
+        tables = {"inputs": _order(forms[best][0], 1), "hidden": order, "shuffle": place[read]}
+        tables["outputs"] = torch.argsort(_order(forms[best][1], 0))
+        if best == "pair":
+            del tables["shuffle"]  # the hidden order is folded into the weights
+        stacks = (
+            _Stacks.cut(first.weight, first.bias, forms[best][0]),
+            None if gate is None else _Stacks.cut(gate.weight, gate.bias, forms[best][0]),
+            _Stacks.cut(second.weight, None, forms[best][1]),  # the bias is added once, to the sum of the channels
+        )
         bias = None if second.bias is None else second.bias.detach().clone()
-        return cls(form, (first.in_features, len(hidden), second.out_features), cut, activation, bias)
+        sizes = first.in_features, len(hidden), second.out_features
+        on_device = {name: table.to(first.weight.device) for name, table in tables.items()}
+        return cls(best, sizes, count if best == "channels" else 1, stacks, on_device, activation, bias)
 
     def describe(self) -> dict[str, Any]:
         """Sizes and the activation, without weights and tables."""
+        parts = {"first": self.first, "gate": self.gate, "second": self.second}
         return {
             "form": self.form,
             "sizes": [self.in_features, self.hidden_features, self.out_features],
-            "channels": [channel.describe() for channel in self.channels],
+            "channels": self.n_channels,
+            **{name: None if part is None else part.describe() for name, part in parts.items()},
+            "shuffled": self.shuffle is not None,
             "activation": self.activation,
             "bias": self.bias is not None,
         }
@@ -103,15 +145,27 @@ class BlockFeedForward(nn.Module):
     @classmethod
     def from_description(cls, description: dict[str, Any]) -> BlockFeedForward:
         """A pair of these sizes, not filled."""
-        _, _, outputs = sizes = description["sizes"]
-        channels = [_Channel.from_description(channel, outputs) for channel in description["channels"]]
+        _, hidden, outputs = sizes = description["sizes"]
+        channels = description["channels"]
+        if not (isinstance(channels, int) and 1 <= channels <= max(hidden, 1)):
+            raise InvalidOption(f"channels must be an integer from 1 to {hidden}, the hidden neurons, got {channels!r}")
+        parts = (description[name] for name in ("first", "gate", "second"))
+        first, gate, second = (None if part is None else _Stacks.from_description(part) for part in parts)
+        if first is None or second is None:
+            raise InvalidOption("a feed-forward pair has a first and a second layer")
+        if second.rows != channels * outputs:
+            raise InvalidOption(f"second: expected {channels * outputs} rows, got {second.rows}")
+        lengths = {"inputs": first.columns, "hidden": first.rows, "outputs": channels * outputs}
+        lengths |= {"shuffle": second.columns} if description["shuffled"] else {}
+        tables = {name: torch.empty(length, dtype=torch.int64) for name, length in lengths.items()}
         bias = torch.empty(outputs) if description["bias"] else None
-        return cls(description["form"], sizes, channels, description["activation"], bias)
+        stacks = first, gate, second
+        return cls(description["form"], sizes, channels, stacks, tables, description["activation"], bias)
 
     def index_limits(self) -> dict[str, int]:
         """What the entries of each index table must stay below."""
-        limits = [channel.limits(self.in_features, self.hidden_features) for channel in self.channels]
-        return {f"channels.{i}.{name}": limit for i, each in enumerate(limits) for name, limit in each.items()}
+        limits = {"inputs": self.in_features, "hidden": self.hidden_features, "outputs": self.second.rows}
+        return limits if self.shuffle is None else limits | {"shuffle": self.first.rows}
 
     @property
     def macs(self) -> int:
@@ -120,106 +174,48 @@ class BlockFeedForward(nn.Module):
 
     @property
     def dense_macs(self) -> int:
-        readers = 1 if self.channels[0].gate is None else 2
+        readers = 1 if self.gate is None else 2
         return self.hidden_features * (readers * self.in_features + self.out_features)
 
     @property
     def n_blocks(self) -> int:
         """Subnetworks of a pair; otherwise the blocks of both layers in all channels."""
         if self.form == "pair":
-            pair = zip(self.channels[0].first.weights, self.channels[0].second.weights, strict=True)
+            pair = zip(self.first.weights, self.second.weights, strict=True)
             return sum(len(reads) for reads, writes in pair if reads.numel() + writes.numel())
-        both = (stacks for channel in self.channels for stacks in (channel.first, channel.second))
-        return sum(len(stack) for stacks in both for stack in stacks.weights if stack.numel())
+        return sum(len(stack) for both in (self.first, self.second) for stack in both.weights if stack.numel())
 
     def forward(self, x: Tensor) -> Tensor:
         if x.shape[-1] != self.in_features:
             raise InvalidMatrix(f"expected {self.in_features} input features, got shape {tuple(x.shape)}")
-        flat = as_rows(x)
-        parts = [channel(flat, self.activation) for channel in self.channels]
-        y: Tensor = sum(parts[1:], parts[0])
+        pieces = self.first.split(as_rows(x).index_select(1, self.inputs))
+        hidden: list[Tensor] = self.first(pieces)
+        if self.gate is None:
+            hidden = [self.activation(u) for u in hidden]
+        else:
+            hidden = [self.activation(g) * u for g, u in zip(self.gate(pieces), hidden, strict=True)]
+        if self.shuffle is not None:
+            hidden = self.second.split(_joined(hidden).index_select(1, self.shuffle))
+        y = _joined(self.second(hidden)).index_select(1, self.outputs)
+        if self.n_channels > 1:
+            y = y.unflatten(1, (self.n_channels, self.out_features)).sum(1)
         y = y if self.bias is None else y + self.bias.to(y.dtype)
         return y.view(*x.shape[:-1], self.out_features)
 
     def to_dense(self) -> FeedForward:
         """The modules this was cut from, bit for bit, with zeros between the blocks: the arguments of `from_dense`."""
         size = (self.in_features, self.hidden_features)
-        first = _dense([(c.first, c.hidden, c.inputs) for c in self.channels], *size)
-        gates = [(c.gate, c.hidden, c.inputs) for c in self.channels if c.gate is not None]
-        seconds = [(c.second, torch.argsort(c.outputs), c.read) for c in self.channels]
-        second = _dense(seconds, self.hidden_features, self.out_features, self.bias)
-        return FeedForward(first, self.activation, second, _dense(gates, *size) if gates else None)
+        first = _dense(self.first, self.hidden, self.inputs, *size)
+        gate = None if self.gate is None else _dense(self.gate, self.hidden, self.inputs, *size)
+        read = self.hidden if self.shuffle is None else self.hidden[self.shuffle]
+        rows = torch.argsort(self.outputs) % max(self.out_features, 1)
+        second = _dense(self.second, rows, read, self.hidden_features, self.out_features, self.bias)
+        return FeedForward(first, self.activation, second, gate)
 
     def __repr__(self) -> str:
         sizes = f"{self.in_features} → {self.hidden_features} → {self.out_features}"
         cost = f"{self.macs} of {self.dense_macs} multiply-adds"
         return f'BlockFeedForward({sizes}, form="{self.form}", blocks={self.n_blocks}, {cost})'
-
-
-class _Channel(nn.Module):
-    """Some hidden neurons with all that they read and write: gather → blocks → σ → shuffle → blocks → gather."""
-
-    inputs: Tensor  # input position of each column of the first layer's blocks
-    hidden: Tensor  # hidden neuron of each row of the first layer's blocks
-    shuffle: Tensor | None  # R: place of each column of the second layer's blocks among these rows; None: the same
-    outputs: Tensor  # place of each output among the rows of the second layer's blocks
-
-    def __init__(self, first: _Stacks, gate: _Stacks | None, second: _Stacks, tables: dict[str, Tensor]) -> None:
-        super().__init__()
-        self.first, self.gate, self.second = first, gate, second
-        for name in ("inputs", "hidden", "shuffle", "outputs"):
-            self.register_buffer(name, tables.get(name))
-
-    @classmethod
-    def cut(
-        cls, first: nn.Linear, gate: nn.Linear | None, second: nn.Linear, reads: _Runs, writes: _Runs, folded: bool
-    ) -> _Channel:
-        hidden, read = _order(reads, 0), _order(writes, 1)
-        place = torch.zeros(second.in_features, dtype=torch.int64)
-        place[hidden] = torch.arange(len(hidden))
-        tables = {"inputs": _order(reads, 1), "hidden": hidden, "outputs": torch.argsort(_order(writes, 0))}
-        tables |= {} if folded else {"shuffle": place[read]}
-        return cls(
-            _Stacks.cut(first.weight, first.bias, reads),
-            None if gate is None else _Stacks.cut(gate.weight, gate.bias, reads),
-            _Stacks.cut(second.weight, None, writes),  # the bias is added once, to the sum of the channels
-            {name: table.to(first.weight.device) for name, table in tables.items()},
-        )
-
-    def describe(self) -> dict[str, Any]:
-        parts = {"first": self.first, "gate": self.gate, "second": self.second}
-        described = {name: None if part is None else part.describe() for name, part in parts.items()}
-        return described | {"shuffled": self.shuffle is not None}
-
-    @classmethod
-    def from_description(cls, description: dict[str, Any], outputs: int) -> _Channel:
-        first, second = (_Stacks.from_description(description[name]) for name in ("first", "second"))
-        gate = None if description["gate"] is None else _Stacks.from_description(description["gate"])
-        sizes = {"inputs": first.columns, "hidden": first.rows, "outputs": outputs}
-        sizes |= {"shuffle": second.columns} if description["shuffled"] else {}
-        tables = {name: torch.empty(size, dtype=torch.int64) for name, size in sizes.items()}
-        return cls(first, gate, second, tables)
-
-    def limits(self, in_features: int, hidden_features: int) -> dict[str, int]:
-        limits = {"inputs": in_features, "hidden": hidden_features, "outputs": self.second.rows}
-        return limits if self.shuffle is None else limits | {"shuffle": self.first.rows}
-
-    @property
-    def read(self) -> Tensor:
-        """Hidden neuron of each column of the second layer's blocks."""
-        return self.hidden if self.shuffle is None else self.hidden[self.shuffle]
-
-    def forward(self, x: Tensor, activation: nn.Module) -> Tensor:
-        """(batch, inputs) → (batch, outputs), without the second layer's bias."""
-        pieces = self.first.split(x.index_select(1, self.inputs))
-        hidden: list[Tensor] = self.first(pieces)
-        if self.gate is None:
-            hidden = [activation(u) for u in hidden]
-        else:
-            hidden = [activation(g) * u for g, u in zip(self.gate(pieces), hidden, strict=True)]
-        if self.shuffle is not None:
-            hidden = self.second.split(_joined(hidden).index_select(1, self.shuffle))
-        return _joined(self.second(hidden)).index_select(1, self.outputs)
 
 
 class _Stacks(nn.Module):
@@ -232,7 +228,8 @@ class _Stacks(nn.Module):
 
     @classmethod
     def cut(cls, weight: Tensor, bias: Tensor | None, runs: _Runs) -> _Stacks:
-        weights = [torch.stack([weight.detach()[rows][:, cols] for rows, cols in run]) for run in runs]
+        height = max(len(weight), 1)  # rows count on from channel to channel
+        weights = [torch.stack([weight.detach()[rows % height][:, cols] for rows, cols in run]) for run in runs]
         biases = [] if bias is None else [torch.stack([bias.detach()[rows][None] for rows, _ in run]) for run in runs]
         return cls(weights, biases)
 
@@ -284,24 +281,23 @@ def _joined(pieces: list[Tensor]) -> Tensor:
 
 
 def _dense(
-    parts: list[tuple[_Stacks, Tensor, Tensor]], in_features: int, out_features: int, bias: Tensor | None = None
+    stacks: _Stacks, rows: Tensor, cols: Tensor, in_features: int, out_features: int, bias: Tensor | None = None
 ) -> nn.Linear:
-    """One layer from the blocks, rows and columns of every channel, with the bias given or that of the blocks."""
-    like, has_bias = parts[0][0].weights[0], bias is not None or len(parts[0][0].biases) > 0
+    """One layer from blocks, their rows and their columns, with the bias given or that of the blocks."""
+    like, has_bias = stacks.weights[0], bias is not None or len(stacks.biases) > 0
     dense = nn.Linear(in_features, out_features, has_bias, "meta", like.dtype).to_empty(device=like.device)
     with torch.no_grad():
         dense.weight.zero_()
         if bias is not None:
             dense.bias.copy_(bias)
-        for stacks, rows, cols in parts:
-            row = column = 0
-            for run, stack in enumerate(stacks.weights):
-                for number, block in enumerate(stack):
-                    into, read = rows[row : row + block.shape[0]], cols[column : column + block.shape[1]]
-                    dense.weight[into[:, None], read[None, :]] = block
-                    if len(stacks.biases):
-                        dense.bias[into] = stacks.biases[run][number, 0]
-                    row, column = row + block.shape[0], column + block.shape[1]
+        row = column = 0
+        for run, stack in enumerate(stacks.weights):
+            for number, block in enumerate(stack):
+                into, read = rows[row : row + block.shape[0]], cols[column : column + block.shape[1]]
+                dense.weight[into[:, None], read[None, :]] = block
+                if len(stacks.biases):
+                    dense.bias[into] = stacks.biases[run][number, 0]
+                row, column = row + block.shape[0], column + block.shape[1]
     return dense
 
 
@@ -318,10 +314,13 @@ def _pair(reads: Tensor, writes: Tensor) -> tuple[_Runs, _Runs]:
     return [[(h, i) for i, h, _ in run] for run in runs], [[(o, h) for _, h, o in run] for run in runs]
 
 
-def _layers(reads: Tensor, writes: Tensor, hidden: np.ndarray) -> tuple[_Runs, _Runs]:
-    """Each layer of some hidden neurons in its own blocks."""
-    first = [(hidden[rows], cols) for rows, cols in _blocks(reads[hidden], "first.weight")]
-    second = [(rows, hidden[cols]) for rows, cols in _blocks(writes[:, hidden], "second.weight")]
+def _layers(reads: Tensor, writes: Tensor, channels: list[np.ndarray]) -> tuple[_Runs, _Runs]:
+    """Each layer of each channel of hidden neurons in its own blocks; outputs of channel q count on from q·outputs."""
+    first, second = list[_Block](), list[_Block]()
+    for q, hidden in enumerate(channels):
+        first += [(hidden[rows], cols) for rows, cols in _blocks(reads[hidden], "first.weight")]
+        found = _blocks(writes[:, hidden], "second.weight")
+        second += [(rows + q * len(writes), hidden[cols]) for rows, cols in found]
     return _in_runs(first), _in_runs(second)
 
 
@@ -348,7 +347,9 @@ def _macs(runs: _Runs) -> int:
     return sum(len(rows) * len(cols) for run in runs for rows, cols in run)
 
 
-def _check(first: nn.Linear, second: nn.Linear, gate: nn.Linear | None, channels: int | None) -> None:
+def _check(first: nn.Linear, second: nn.Linear, gate: nn.Linear | None, channels: int | None, form: str | None) -> None:
+    if form not in (*FORMS, None):
+        raise InvalidOption(f"form must be one of {', '.join(FORMS)}, or None for the cheapest, got {form!r}")
     if second.in_features != first.out_features:
         raise InvalidMatrix(f"second: expected {first.out_features} inputs, got {second.in_features}")
     if gate is not None and gate.weight.shape != first.weight.shape:

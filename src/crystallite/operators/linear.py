@@ -26,6 +26,7 @@ from crystallite.operators.runtime.engine import (
     run,
 )
 from crystallite.structure.bipartite import BipartiteStructure
+from crystallite.structure.directed import DirectedStructure
 
 __all__ = ["BlockLinear"]
 
@@ -78,11 +79,49 @@ class BlockLinear(Blocks):
     @classmethod
     def from_blocks(cls, weight: Tensor, bias: Tensor | None, blocks: Sequence[Block]) -> BlockLinear:
         """The given (rows, columns) of a weight matrix. No row may be in two blocks; a column may be in several."""
-        as_matrix(weight, "weight")
+        as_matrix(weight, "weight")  # what reads nothing emits its bias: its block is left out
+        return cls._in_this_order(weight, bias, _arranged([block for block in blocks if len(block[1])]))
+
+    @classmethod
+    def from_directed(cls, weight: Tensor, bias: Tensor | None, structure: DirectedStructure) -> BlockLinear:
+        """Y = WX with a square W in Frobenius form (eq. 4.4): a row D_ii, U_ij, … for each SCC, in layer order.
+
+        Each block reads its own nodes and those it hears, none twice; what the structure has no edge for is dropped.
+        O(Σ |SCC|·(nodes it hears)) multiply-adds. Isolated nodes emit their bias.
+
+        Args:
+            weight: (nodes, nodes), annealed: W(i, j) ≠ 0 is the edge j → i.
+            bias: (nodes,) or None.
+            structure: What `decompose(weight, kind="directed")` found.
+
+        Raises:
+            InvalidMatrix: Shapes do not fit.
+
+        Examples:
+            >>> from crystallite import decompose
+            >>> w = torch.tensor([[0.0, 1.0, 0.0], [1.0, 0.0, 0.0], [0.0, 5.0, 0.0]])  # 0 ↔ 1 → 2
+            >>> layer = BlockLinear.from_directed(w, None, decompose(w, kind="directed"))
+            >>> layer, layer(torch.tensor([1.0, 2.0, 3.0])).tolist()
+            (BlockLinear(in_features=3, out_features=3, bias=False, blocks=2, 5 of 9 multiply-adds), [2.0, 1.0, 10.0])
+        """
+        if tuple(weight.shape) != structure.shape:
+            raise InvalidMatrix(
+                f"weight: expected shape {structure.shape}, as the structure has, got {tuple(weight.shape)}"
+            )
+        edges = (weight.detach() != 0).cpu()
+        blocks = []
+        for nodes in structure.blocks:  # in the order of P: by component, then layer
+            own = structure.scc[nodes[0]]
+            heard = structure.condensation[own][structure.scc] | (structure.scc == own)
+            heard &= edges[torch.from_numpy(nodes)].any(0).numpy()
+            blocks.append((nodes, structure.P.source[heard[structure.P.source]]))
+        return cls._in_this_order(weight, bias, [block for block in blocks if len(block[1])])
+
+    @classmethod
+    def _in_this_order(cls, weight: Tensor, bias: Tensor | None, blocks: list[Block]) -> BlockLinear:
         height, width = weight.shape
         if bias is not None and tuple(bias.shape) != (height,):
             raise InvalidMatrix(f"bias: expected shape {(height,)}, got {tuple(bias.shape)}")
-        blocks = _arranged([block for block in blocks if len(block[1])])  # what reads nothing emits its bias
         rows, columns = (joined([block[side] for block in blocks]) for side in (0, 1))
         if len(np.unique(rows)) < len(rows):
             raise InvalidMatrix("blocks: expected every row in at most one block")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from crystallite.annealing import nulls
-from crystallite.annealing.anneal import anneal
+from crystallite.annealing.anneal import AnnealingOptions, anneal_matrix
 from crystallite.annealing.initial import named_weights
 from crystallite.models.layers import Unit, is_transformers_conv1d
 from crystallite.operators.conv import BlockConv, Convolution, channel_structure
@@ -23,10 +23,7 @@ from crystallite.weights.names import is_fused_qkv
 __all__ = ["anneal_", "block_operator", "blocks_are_faster", "structure_of"]
 
 
-def anneal_(
-    unit: Unit, initial: Mapping[str, nulls.Null], null: nulls.Null | str, level: float | str, correction: str | None,
-    random_walk: str | None, rule: str,
-) -> None:  # fmt: skip
+def anneal_(unit: Unit, initial: Mapping[str, nulls.Null], null: nulls.Null | str, options: AnnealingOptions) -> None:
     """Set the weights that annealing does not keep to zero, gate by gate and in place.
 
     initial: what each parameter of the model was drawn from, by name (`nulls.for_module`).
@@ -39,8 +36,7 @@ def anneal_(
             chosen = nulls.choose(matrix, [drawn], prefix + name)  # type: ignore[assignment]
         elif null == "init":
             chosen = drawn
-        mask = anneal(matrix, chosen, level, correction, random_walk, rule, prefix + name).mask
-        masks.setdefault(parameter, []).append(mask)
+        masks.setdefault(parameter, []).append(anneal_matrix(matrix, chosen, options, prefix + name).mask)
     for parameter, parts in masks.items():
         weight, mask = unit.module.get_parameter(parameter), torch.cat(parts)
         turned = mask.T if is_transformers_conv1d(unit.module) else mask

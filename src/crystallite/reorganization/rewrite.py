@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 from tqdm import tqdm
 
 from crystallite.annealing import nulls
+from crystallite.annealing.anneal import AnnealingOptions
+from crystallite.annealing.random_walk import DELTA0, TAU
 from crystallite.core.errors import InvalidMatrix, InvalidOption
 from crystallite.core.suggest import suggest_keywords
 from crystallite.graph.feed_forward import recognise_feed_forward
@@ -46,10 +48,15 @@ def reorganize(
     correction: str | None = None,
     random_walk: str | None = "calibrated",
     rule: str = "both",
+    alpha: float | None = None,
+    delta0: float = DELTA0,
+    tau: float = TAU,
     targets: str | Sequence[str] = ("*",),
     ignore: str | Sequence[str] = (),
     example: Any = None,
     fold: bool = True,
+    channels: int | None = None,
+    feed_forward: Literal["pair", "layers", "channels"] | None = None,
     only_if_faster: bool = True,
     progress: bool = False,
 ) -> nn.Module:
@@ -64,8 +71,8 @@ def reorganize(
 
     Args:
         model: the model; it is not changed.
-        level, correction, random_walk, rule: as for `anneal`. level=None anneals nothing and takes the nonzeros of the
-            weights as they are.
+        level, correction, random_walk, rule, alpha, delta0, tau: as for `anneal`. level=None anneals nothing and takes
+            the nonzeros of the weights as they are.
         null: "auto" believes the initialisation of a layer only if it explains the bulk of its weights, else it
             measures the bulk; "init" always believes it; "empirical" always measures; or one null for all.
         targets, ignore: a pattern of layer names, or several (`encoder.*.dense`).
@@ -75,6 +82,9 @@ def reorganize(
             alone included, so that less is moved at run time. Inside, hidden neurons then have other numbers. Only
             `forward` is followed, in evaluation and in training mode: a model with parameters that it does not use is
             not folded.
+        channels: into how many a d–cd–d feed-forward pair is cut where its channels are taken one by one; c by default.
+        feed_forward: the form of every such pair, whatever it saves (see `BlockFeedForward`); None: where one saves
+            more than blocks of single layers, the one that saves most.
         only_if_faster: replace a layer only where its blocks are expected to run faster on a CPU, small batches
             included; False: wherever they need fewer multiply-adds.
         progress: a bar on standard error.
@@ -114,7 +124,8 @@ def reorganize(
     for name, unit in tqdm(usable.items(), unit="layer", disable=not progress):
         if level is not None:
             known = initial if isinstance(initial, dict) else {}
-            anneal_(unit, known, null, level, correction, random_walk, rule)
+            tests = AnnealingOptions(level, correction, random_walk, rule, alpha, delta0, tau)
+            anneal_(unit, known, null, tests)
         structure = structure_of(unit)
         if structure is not None:
             structures[name] = structure
@@ -128,10 +139,10 @@ def reorganize(
             folds = fold_(result, faster, spaces)
             moved = {name for each in folds for name, _ in each.places}
             structures |= {name: _now(usable[name]) for name in structures if f"{name}.weight" in moved}
-    rewrite = _Rewrite(result, usable, structures, cost_model, whole)
+    rewrite = _Rewrite(result, usable, structures, cost_model, whole, channels, feed_forward)
     rewrite.run()
     rewrite.changes |= {name: left_alone(unit) for name, unit in units.items() if unit.reason}
-    options = ExactOptions(level, str(null), correction, random_walk, rule)
+    options = ExactOptions(level, str(null), correction, random_walk, rule, alpha, delta0, tau, channels, feed_forward)
     changes = tuple(rewrite.changes[name] for name in units)
     set_record_(rewrite.model, Record(options, changes, tuple(folds), reason if fold and faster else ""))
     write_config(rewrite.model, model)
@@ -159,9 +170,10 @@ class _Rewrite:
 
     def __init__(
         self, model: nn.Module, units: dict[str, Unit], structures: dict[str, BipartiteStructure],
-        cost_model: CostModel, whole: frozenset[str],
+        cost_model: CostModel, whole: frozenset[str], channels: int | None, form: str | None,
     ) -> None:  # fmt: skip
-        """whole: nn.Sequentials that are only called as a whole."""
+        """whole: nn.Sequentials that are only called as a whole; channels and form of feed-forward pairs."""
+        self.channels, self.form = channels, form
         self.model, self.units, self.structures, self.cost_model, self.whole = (
             model,
             units,
@@ -179,7 +191,7 @@ class _Rewrite:
         for name, module in list(self.model.named_modules()):
             self._feed_forward(name, module)
         for run in self._runs(self._left()):
-            pair = channel_pair(run, self._alone(run.names), self.cost_model)
+            pair = channel_pair(run, self._alone(run.names), self.cost_model, self.channels, self.form)
             if pair is not None:
                 self._record_pair(run.names, pair, {})
                 self._replace_run(run, pair)
@@ -219,14 +231,17 @@ class _Rewrite:
         if len({trained(self.units[member].module) for member in names}) != 1:
             return
         kept, whole = (sum(f(n) for n in names) for f in (self._kept, lambda n: self.units[n].macs))
-        found = recognise_feed_forward(module) if self.cost_model.is_faster("feed-forward", whole, kept, 0) else None
+        may_be_faster = self.form is not None or self.cost_model.is_faster("feed-forward", whole, kept, 0)
+        found = recognise_feed_forward(module) if may_be_faster else None
         if found is None:
             return
-        first, second = module.get_submodule(found.first), module.get_submodule(found.second)
-        gate = module.get_submodule(found.gate) if found.gate else None
-        operator = BlockFeedForward.from_dense(first, found.activation, second, gate)  # type: ignore[arg-type]
+        first: Any = module.get_submodule(found.first)
+        second: Any = module.get_submodule(found.second)
+        gate: Any = module.get_submodule(found.gate) if found.gate else None
+        operator = BlockFeedForward.from_dense(first, found.activation, second, gate, self.channels, self.form)
         is_faster = self.cost_model.is_faster("feed-forward", operator.dense_macs, operator.macs, operator.n_blocks)
-        if operator.macs >= self._alone(names) or not is_faster:  # of equals, layers with folded orders are faster
+        # of equals, layers with folded orders are faster
+        if self.form is None and (operator.macs >= self._alone(names) or not is_faster):
             return
         self._record_pair(names, operator, {prefix + child: role for child, role in found.roles.items()})
         self._replace(name, operator, names)

@@ -74,11 +74,19 @@ def chain(run: Run, cost_model: CostModel) -> BlockChain | None:
     return found if cost_model.is_faster("chain", found.dense_macs, found.macs, found.n_blocks) else None
 
 
-def channel_pair(run: Run, alternative: int, cost_model: CostModel) -> BlockFeedForward | None:
-    """A run of two layers channel by channel, or None if that saves nothing over an alternative's multiply-adds."""
+def channel_pair(
+    run: Run, alternative: int, cost_model: CostModel, channels: int | None, form: str | None
+) -> BlockFeedForward | None:
+    """A run of two layers channel by channel, or None if that saves nothing over an alternative's multiply-adds.
+
+    form: if given, that one whatever it saves.
+    """
     if len(run.layers) != 2:
         return None
-    found = BlockFeedForward.from_dense(run.layers[0], run.activations[0], run.layers[1])
+    first, second = run.layers
+    found = BlockFeedForward.from_dense(first, run.activations[0], second, channels=channels, form=form)
+    if form is not None:
+        return found
     fewer = found.form == "channels" and found.macs < alternative
     is_faster = cost_model.is_faster("feed-forward", found.dense_macs, found.macs, found.n_blocks)
     return found if fewer and is_faster else None

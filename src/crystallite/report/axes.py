@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from crystallite.report.drawing import Box, Label, Line, Shape
+from crystallite.core.drawing import Box, Label, Line, Shape
 
 __all__ = ["HEIGHT", "WIDTH", "Axis", "finite", "frame", "legend", "number", "percent"]
 

@@ -16,12 +16,13 @@ import torch
 from tqdm import tqdm
 
 from crystallite.analysis import Analysis, analyze
+from crystallite.annealing.random_walk import DELTA0, TAU
+from crystallite.core.drawing import Drawing
 from crystallite.core.errors import InvalidOption
 from crystallite.core.suggest import check_choice, suggest_keywords
 from crystallite.models.artifact import load
 from crystallite.models.summary import summary
-from crystallite.report.drawing import Drawing
-from crystallite.report.layer_charts import class_chart, condensation_chart, histogram_chart, matrix_figure
+from crystallite.report.layer_charts import class_chart, histogram_chart, matrix_figure
 from crystallite.report.page import page
 from crystallite.report.sections import Row, run_sections, summary_section, validation_section
 from crystallite.report.view import View, view_layer
@@ -94,7 +95,7 @@ class Report:
             drawings[f"{name}-weights"] = histogram_chart(view.histogram, view.row.null)
             drawings[f"{name}-classes"] = class_chart(view.row)
             if view.directed is not None:
-                drawings[f"{name}-condensation"] = condensation_chart(view.directed)
+                drawings[f"{name}-condensation"] = view.directed.plot()
         for section in run_sections(self.sweep, self.front, self.monitor):
             drawings |= {f"{section.anchor}-{_file_name(title)}": chart for title, chart in section.charts.items()}
         return drawings
@@ -116,6 +117,9 @@ def report(
     correction: str | None = None,
     random_walk: str = "calibrated",
     rule: str = "both",
+    alpha: float | None = None,
+    delta0: float = DELTA0,
+    tau: float = TAU,
     targets: str | Sequence[str] = ("*",),
     ignore: str | Sequence[str] = (),
     progress: bool = False,
@@ -131,7 +135,7 @@ def report(
         verdict, sweep: what `validate` and `sweep` returned, or their `to_json()`; a verdict may hold its sweep.
         front: rows with name, family, macs, latency_ms and quality, baselines among them.
         monitor: rows with step, layer, kept_share, largest_share, blocks and sigma, or a file with one in each line.
-        null, level, correction, random_walk, rule, targets, ignore: as for `analyze`.
+        null, level, correction, random_walk, rule, alpha, delta0, tau, targets, ignore: as for `analyze`.
         title: what the page calls the model; None: the name of its file.
         progress: a bar on standard error.
 

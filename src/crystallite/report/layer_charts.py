@@ -5,14 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from crystallite.analysis.matrix import MatrixAnalysis
+from crystallite.core.drawing import Box, Drawing, Label, Line, Raster, Shape
 from crystallite.report.axes import HEIGHT, WIDTH, Axis, finite, frame, legend, number, percent
-from crystallite.report.drawing import Box, Dot, Drawing, Label, Line, Raster, Shape
 from crystallite.report.view import Outline, View, WeightHistogram
-from crystallite.structure.directed import DirectedStructure
 
-__all__ = ["class_chart", "condensation_chart", "histogram_chart", "matrix_figure", "shades"]
+__all__ = ["class_chart", "histogram_chart", "matrix_figure", "shades"]
 
-_MOST_PARTS = 40  # of a condensation, drawn one by one
 _SIDE = 300  # of a matrix picture
 
 
@@ -102,53 +100,3 @@ def class_chart(row: MatrixAnalysis) -> Drawing:
         shapes.append(Label(WIDTH - 10, 59 + 18 * i, percent(share), "ink", "end"))
     text = "Weight classes: " + ", ".join(f"{percent(share)} {name}" for name, _, share, _ in parts) + "."
     return Drawing(WIDTH, 110, text, tuple(shapes))
-
-
-def condensation_chart(structure: DirectedStructure) -> Drawing:
-    """Strongly connected parts as dots, layer by layer from left to right, and who feeds whom.
-
-    More than forty parts are drawn as one dot for each layer. Isolated neurons are counted, not drawn.
-    """
-    size = np.bincount(structure.scc, minlength=structure.n_scc)
-    layer = np.zeros(structure.n_scc, int)
-    layer[structure.scc] = structure.layer
-    live = np.ones(structure.n_scc, bool)
-    live[structure.scc[structure.isolated]] = False
-    parts, isolated = int(live.sum()), int(structure.isolated.sum())
-    text = (
-        f"Condensation: {parts} strongly connected parts in {structure.n_layers} layers, the largest with "
-        f"{int(size.max(initial=0))} of {structure.size} neurons; {isolated} isolated."
-    )
-    if parts > _MOST_PARTS:
-        group, note = layer, f"{parts} parts, drawn as their {structure.n_layers} layers"
-    else:
-        group, note = np.arange(structure.n_scc), f"{parts} parts in {structure.n_layers} layers"
-    places = _places(group, layer, live)
-    weight = {g: int(size[live & (group == g)].sum()) for g in places}
-    shapes: list[Shape] = []
-    targets, sources = np.nonzero(structure.condensation)
-    for target, source in sorted({(int(group[t]), int(group[s])) for t, s in zip(targets, sources, strict=True)}):
-        if target != source and target in places and source in places:
-            shapes.append(Line((places[source], places[target]), "muted", 1, opacity=0.6))
-    for g, (x, y) in places.items():
-        radius = 4 + 16 * (weight[g] / max(1, structure.size)) ** 0.5
-        shapes.append(Dot(x, y, radius, "blue"))
-        if weight[g] > 1:
-            shapes.append(Label(x, y + radius + 12, str(weight[g]), "ink", "middle", 10))
-    shapes.append(Label(10, HEIGHT - 24, f"{note}; {isolated} isolated neurons not drawn"))
-    shapes.append(Label(10, HEIGHT - 8, "layers from left to right; numbers are neurons"))
-    return Drawing(WIDTH, HEIGHT, text, tuple(shapes))
-
-
-def _places(group: np.ndarray, layer: np.ndarray, live: np.ndarray) -> dict[int, tuple[float, float]]:
-    """Columns by layer, the parts of a layer one below the other."""
-    columns: dict[int, list[int]] = {}
-    for g in sorted(set(group[live].tolist())):
-        columns.setdefault(int(layer[live & (group == g)].min()), []).append(g)
-    places = {}
-    for i, depth in enumerate(sorted(columns)):
-        for k, g in enumerate(columns[depth]):
-            x = 30 + (WIDTH - 60) * (i + 0.5) / len(columns)
-            y = 14 + (HEIGHT - 70) * (k + 0.5) / len(columns[depth])
-            places[g] = (x, y)
-    return places

@@ -18,7 +18,7 @@ from crystallite.analysis import Analysis, MatrixAnalysis
 from crystallite.analysis.verdict import FINDINGS
 from crystallite.report.advice import next_steps
 from crystallite.report.axes import number, percent
-from crystallite.report.layer_charts import class_chart, condensation_chart, histogram_chart, shades
+from crystallite.report.layer_charts import class_chart, histogram_chart, shades
 from crystallite.report.sections import Section
 from crystallite.report.view import View
 
@@ -208,7 +208,7 @@ def _layer(view: View) -> dict[str, Any]:
     row, levels = view.row, view.levels
     charts = [("Weights against f0", histogram_chart(view.histogram, row.null)), ("Weight classes", class_chart(row))]
     if view.directed is not None:
-        charts.append(("Condensation of the feedback", condensation_chart(view.directed)))
+        charts.append(("Frobenius form and condensation of the feedback", view.directed.plot()))
     return {
         "name": row.name,
         "verdict": row.verdict,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from crystallite.core.drawing import SERIES, Dot, Drawing, Label, Line, Shape
 from crystallite.report.axes import HEIGHT, WIDTH, Axis, finite, frame, legend, number
-from crystallite.report.drawing import SERIES, Dot, Drawing, Label, Line, Shape
 
 __all__ = ["front_charts", "monitor_charts", "sweep_charts"]
 

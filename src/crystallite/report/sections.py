@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from crystallite.report.drawing import Drawing
+from crystallite.core.drawing import Drawing
 from crystallite.report.run_charts import front_charts, monitor_charts, sweep_charts
 
 __all__ = ["Row", "Section", "run_sections", "summary_section", "validation_section"]

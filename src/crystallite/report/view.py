@@ -28,6 +28,7 @@ from crystallite.weights.layers import Layer
 
 __all__ = ["Levels", "Outline", "View", "WeightHistogram", "view_layer"]
 
+_FEEDBACK_STOPS = 25  # of feedback matrices: layers take one pass for each
 _STOPS = 200  # of the slider; below NEVER, so that one fits a byte
 _BINS = 72
 _SAMPLE = 1 << 20  # weights in the histogram
@@ -174,8 +175,9 @@ def _levels(weights: Any, a: Annealing, grid: int, row: MatrixAnalysis) -> Level
 
 
 def _feedback_levels(weights: np.ndarray, a: Annealing, order: np.ndarray, grid: int, row: MatrixAnalysis) -> Levels:
-    grid_of_levels = level_profile(weights, "directed", name=row.name).thresholds
-    thresholds = np.unique(np.append(grid_of_levels, row.threshold))[::-1]
+    every = level_profile(weights, "directed", name=row.name).thresholds
+    chosen = every[np.unique(np.linspace(0, len(every) - 1, min(len(every), _FEEDBACK_STOPS)).round().astype(int))]
+    thresholds = np.unique(np.append(chosen, row.threshold))[::-1]
     profile = level_profile(weights, "directed", thresholds=thresholds.tolist(), name=row.name)
     cells, kept = share_stops(weights, thresholds, order, order, grid)
     counts = {

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -20,24 +19,28 @@ Array = TypeVar("Array", np.ndarray, Tensor)
 
 
 def redistribute(update: Array, structure: BipartiteStructure | DirectedStructure) -> list[Array]:
-    """γ_i⁻¹(P ΔW Qᵀ)π_iᵀ of every sub-operator i: the part of a global update that is its own.
+    """γ_i⁻¹(P ΔW Qᵀ)π_iᵀ of every sub-operator i: the part of a global update that is its own (eq. 4.12).
 
-    For feedback networks (Q = P) sub-operators are the weak components, without the isolated nodes. P and γ_i⁻¹ are
-    value tables, so their composition is one, and each part is one selection of rows and columns: O(its size).
+    For feedback networks Q = P, and sub-operators are the weak components without the isolated nodes. Rows and columns
+    come in the order of P and Q, as `structure.sub_operators` cuts the weights.
 
-    >>> from crystallite import decompose
-    >>> structure = decompose(np.array([[0, 1, 0], [1, 0, 1]]))
-    >>> [part.tolist() for part in redistribute(np.array([[1, 2, 3], [4, 5, 6]]), structure)]
-    [[[2]], [[4, 6]]]
+    Args:
+        update: ΔW(t) of the whole matrix, a NumPy array or a torch tensor.
+        structure: What `decompose` found in the matrix.
+
+    Returns:
+        One part for each sub-operator.
+
+    Raises:
+        InvalidMatrix: The update has another shape than the matrix.
+
+    Examples:
+        >>> from crystallite import decompose
+        >>> structure = decompose(np.array([[0, 1, 0], [1, 0, 1]]))
+        >>> [part.tolist() for part in redistribute(np.array([[1, 2, 3], [4, 5, 6]]), structure)]
+        [[[2]], [[4, 6]]]
     """
-    size = structure.shape if isinstance(structure, BipartiteStructure) else (structure.size, structure.size)
-    if tuple(update.shape) != size:
-        raise InvalidMatrix(f"update: expected shape {size}, as the structure has, got {tuple(update.shape)}")
-    if isinstance(structure, BipartiteStructure):
-        return [_submatrix(update, rows, cols) for rows, cols in structure.blocks]
-    kept = np.flatnonzero(~structure.isolated)
-    parts = [kept[structure.component[kept] == c] for c in np.unique(structure.component[kept])]
-    return [_submatrix(update, nodes, nodes) for nodes in parts]
+    return structure.sub_operators(update, "update")
 
 
 def updated(
@@ -94,10 +97,3 @@ class _Masked:
 
     def __call__(self, gradient: Tensor) -> Tensor:
         return gradient.masked_fill(~self.mask.to(gradient.device), 0)
-
-
-def _submatrix(matrix: Array, rows: np.ndarray, cols: np.ndarray) -> Array:
-    if isinstance(matrix, Tensor):
-        places = (torch.from_numpy(side).to(matrix.device) for side in (rows, cols))
-        return matrix.index_select(0, next(places)).index_select(1, next(places))
-    return matrix[np.ix_(rows, cols)]

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeVar
 
 import numpy as np
-import torch
 
-from crystallite.core.errors import InvalidMatrix
+from crystallite.core.drawing import Drawing
 from crystallite.core.maps import Permutation
 from crystallite.core.tables import Table
+from crystallite.structure.channels import Array, Channels
+from crystallite.structure.figures import bipartite_figure
 
 __all__ = ["BipartiteStructure"]
 
-Array = TypeVar("Array", bound="np.ndarray | torch.Tensor")
-
 
 @dataclass(frozen=True, eq=False, repr=False)
-class BipartiteStructure:
+class BipartiteStructure(Channels):
     """Blocks of a feed-forward matrix (eq. 4.6), numbered by their first row; −1 marks dormant rows and columns.
 
     >>> s = BipartiteStructure.from_labels(np.array([7, -1, 7, 2]), np.array([2, 7, -1]))
@@ -62,6 +60,11 @@ class BipartiteStructure:
         """Column permutation: blocks in order, then the dormant columns. `P @ W @ Q.T` is block diagonal."""
         return Permutation(_grouped(self.col_block, self.n_blocks))
 
+    @property
+    def channel_shapes(self) -> np.ndarray:
+        """(m, 2): the blocks are the sub-operators."""
+        return self.block_shapes
+
     @cached_property
     def block_shapes(self) -> np.ndarray:
         """(n_blocks, 2): rows and columns of each block."""
@@ -76,6 +79,16 @@ class BipartiteStructure:
         rows = np.split(self.P.source.copy(), ends[:, 0])[: self.n_blocks]  # copies: torch warns of read-only indices
         cols = np.split(self.Q.source.copy(), ends[:, 1])[: self.n_blocks]
         return list(zip(rows, cols, strict=True))
+
+    @property
+    def R_Y(self) -> np.ndarray:
+        """(n_blocks, rows) Boolean: which rows are in each co-source class (definition 7.2), zero classes left out."""
+        return self.row_block == np.arange(self.n_blocks)[:, None]
+
+    @property
+    def D_Y(self) -> np.ndarray:
+        """(n_blocks, cols) Boolean: Dom(Y_s), the columns that each class reads (theorem 7.2): R_Y ⊙ M."""
+        return self.col_block == np.arange(self.n_blocks)[:, None]
 
     @cached_property
     def dormant_rows(self) -> np.ndarray:
@@ -97,12 +110,6 @@ class BipartiteStructure:
         """Multiply-accumulates of the blocks as dense products (the whole matrix costs rows · cols)."""
         return int(self.block_shapes.prod(1).sum())
 
-    def apply(self, matrix: Array) -> Array:
-        """PWQᵀ: the matrix with its blocks on the diagonal and the dormant channel last."""
-        if tuple(matrix.shape) != self.shape:
-            raise InvalidMatrix(f"this structure belongs to a {self._size} matrix, got shape {tuple(matrix.shape)}")
-        return self.P @ matrix @ self.Q.T
-
     def tables(self) -> tuple[Table, Table]:
         """The paper's tables Y and X ⟨Index, SubGroup, NewIndex⟩ (section 7.2), sorted by NewIndex, counted from 1.
 
@@ -121,6 +128,20 @@ class BipartiteStructure:
             )
             for side, order in ((self.row_block, self.P), (self.col_block, self.Q))
         )
+
+    def plot(self, w: Array | None = None) -> Drawing:
+        """A picture of PWQᵀ: the blocks on its diagonal, the zero block last, new and old numbers of small matrices.
+
+        Args:
+            w: The matrix, for the shades of its entries; without it only the blocks are outlined.
+
+        Returns:
+            A drawing with `svg()`, `png()`, `save(path)` and a text alternative; notebooks show it.
+        """
+        return bipartite_figure(self, w)
+
+    def _repr_html_(self) -> str:
+        return self.plot().svg()
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, BipartiteStructure):

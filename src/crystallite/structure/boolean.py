@@ -1,6 +1,6 @@
 """The paper's Boolean-matrix algorithms (part II) on torch tensors: the matrix engine, on any device.
 
-Nothing here walks a graph: products, closures and comparisons of 0/1 matrices only, with ⌈log₂ n⌉ dependent steps.
+Nothing here walks a graph: products, closures and comparisons of 0/1 matrices only, O(log n) of them one after another.
 It is the reference for the graph engine and the engine for accelerators; on a CPU the graph engine is far faster.
 """
 
@@ -17,7 +17,9 @@ __all__ = [
     "co_source",
     "compression",
     "condensation",
-    "peel_layers",
+    "layers",
+    "plus_closure",
+    "power",
 ]
 
 
@@ -48,6 +50,29 @@ def closure(a: Tensor) -> Tensor:
             break
         result = squared
     return result
+
+
+def power(a: Tensor, k: int) -> Tensor:
+    """A^k = A ⊙ … ⊙ A (definition 6.1): where walks of exactly k edges lead; A⁰ = I. O(log k) products.
+
+    >>> power(torch.tensor([[0, 0, 0], [1, 0, 0], [0, 1, 0]], dtype=torch.bool), 2).int().tolist()
+    [[0, 0, 0], [0, 0, 0], [1, 0, 0]]
+    """
+    result = torch.eye(a.shape[0], dtype=torch.bool, device=a.device)
+    while k:
+        if k & 1:
+            result = boolean_product(result, a)
+        a, k = (boolean_product(a, a), k >> 1) if k > 1 else (a, 0)
+    return result
+
+
+def plus_closure(a: Tensor) -> Tensor:
+    """A⁺ = A ∨ A² ∨ … = A ⊙ A*: paths with at least one edge, so that the diagonal says who is on a cycle.
+
+    The printed A⁺ stops at Aⁿ⁻¹, which misses the diagonal of a cycle through all n nodes; theorem 6.1(1), A⁺ = A*,
+    holds off the diagonal only (docs/paper.md).
+    """
+    return boolean_product(a, closure(a))
 
 
 def co_source(m: Tensor) -> Tensor:
@@ -84,16 +109,28 @@ def condensation(m: Tensor, labels: Tensor, count: int) -> Tensor:
     return boolean_product(boolean_product(r, m), r.T) & ~torch.eye(count, dtype=torch.bool, device=m.device)
 
 
-def peel_layers(condensed: Tensor) -> Tensor:
-    """Layer of each component: those without a predecessor are 0; mask them out, and repeat."""
+def layers(condensed: Tensor) -> Tensor:
+    """Layer of each component of an acyclic graph: the length of the longest path that ends there, sources 0.
+
+    The paper peels off one layer after another (step 9): as many dependent steps as there are layers. Here C^(2^b)
+    comes by squaring until it is zero, and then all nodes walk back at once, in steps of falling powers of 2, as long
+    as a path of that length exists: 2·⌈log₂ layers⌉ products. O(k²·log layers) memory.
+
+    >>> layers(torch.tensor([[0, 0, 0], [1, 0, 0], [0, 1, 0]], dtype=torch.bool)).tolist()
+    [0, 1, 2]
+    """
     count = condensed.shape[0]
-    layer = torch.full((count,), -1, dtype=torch.long, device=condensed.device)
-    current = 0
-    while bool((layer < 0).any()):
-        left = layer < 0
-        has_predecessor = (condensed & left[None, :]).any(1)
-        layer[left & ~has_predecessor] = current
-        current += 1
+    powers, square = [], condensed
+    while bool(square.any()):
+        powers.append(square)
+        square = boolean_product(square, square)
+    ends = torch.eye(count, dtype=torch.bool, device=condensed.device)  # row v: where its walk may have come to
+    layer = torch.zeros(count, dtype=torch.long, device=condensed.device)
+    for b in range(len(powers) - 1, -1, -1):
+        further = boolean_product(ends, powers[b])
+        longer = further.any(1)
+        ends = torch.where(longer[:, None], further, ends)
+        layer += longer.long() << b
     return layer
 
 
@@ -127,6 +164,6 @@ def directed_labels(m: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     scc = class_labels(reach & reach.T)
     count = int(scc.max()) + 1
     condensed = condensation(m, scc, count)
-    layer = peel_layers(condensed)[scc]
+    layer = layers(condensed)[scc]
     weak = class_labels(closure(condensed | condensed.T))[scc]
     return scc, weak, layer, condensed

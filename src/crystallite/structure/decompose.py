@@ -153,7 +153,7 @@ def _boolean_mask(array: Any, limits: float | np.ndarray | None, name: str) -> t
         array = torch.from_numpy(np.array(array, exact))
     tensor: torch.Tensor = array
     if tensor.is_floating_point():
-        tensor = tensor.double()
+        tensor = tensor.float() if tensor.element_size() < 4 else tensor  # float8 knows no comparison
         if not bool(torch.isfinite(tensor).all()):
             raise InvalidMatrix(f"{name}: expected finite numbers, got NaN or infinity")
     if limits is None:

@@ -14,10 +14,11 @@ from crystallite.core.parallel import compiled
 from crystallite.core.suggest import suggest_keywords
 from crystallite.structure.bipartite import BipartiteStructure
 from crystallite.structure.decompose import decompose
+from crystallite.structure.directed_levels import DirectedProfile, directed_profile
 from crystallite.structure.forest import kruskal, roots, spanning_forest
 from crystallite.structure.kernels import find
 
-__all__ = ["DirectedProfile", "Level", "LevelProfile", "chain_labels", "level_profile"]
+__all__ = ["Level", "LevelProfile", "chain_labels", "level_profile"]
 
 
 class Level(NamedTuple):
@@ -128,24 +129,6 @@ class LevelProfile:
         )
 
 
-@dataclass(frozen=True, eq=False)
-class DirectedProfile:
-    """Feedback structure over a grid of thresholds: one entry of each array per threshold."""
-
-    thresholds: np.ndarray
-    n_scc: np.ndarray  # strongly connected components, isolated nodes included
-    n_components: np.ndarray  # weakly connected components, isolated nodes included
-    largest_scc_share: np.ndarray  # nodes in the largest SCC as a share of all
-    n_layers: np.ndarray
-    isolated: np.ndarray
-
-    def to_pandas(self) -> Any:
-        """One row per threshold."""
-        import pandas
-
-        return pandas.DataFrame(vars(self))
-
-
 @overload
 def level_profile(
     weight: Any,
@@ -173,22 +156,33 @@ def level_profile(
 ) -> LevelProfile | DirectedProfile:
     """Number of blocks, largest block and dormant neurons of {|w| ≥ c}, at every c from one computation.
 
-    weight: a matrix; or a list of matrices W₁, W₂, … that share neurons as consecutive layers do (the rows of one are
-        the columns of the next), for the blocks of the whole chain.
-    scales: divides each matrix of a chain, so that one threshold means the same in all of them: pass each layer's
-        null scale (the bound or σ of its initialisation). Layers trained alike share no raw threshold otherwise.
-    kind="directed": strongly and weakly connected components over a grid of `thresholds` (default: 25 quantiles of
-        |w|); there is no shortcut for all levels there, so each threshold is one pass.
-
     Two to four passes over the matrix, O(rows + cols) memory. The forest of a union of matrices is a subset of the
-    union of their forests, so a chain costs what its matrices cost.
+    union of their forests, so a chain costs what its matrices cost. kind="directed" needs about 30 passes for the
+    tree of strong components (`DirectedProfile`), and one more for each threshold whose layers are asked for.
+
+    Args:
+        weight: A matrix; or a list of matrices W₁, W₂, … that share neurons as consecutive layers do (the rows of one
+            are the columns of the next), for the blocks of the whole chain.
+        kind: "bipartite" for feed-forward matrices; "directed" for square feedback matrices: strong and weak
+            components and isolated nodes, exact at every level.
+        scales: Divides each matrix of a chain, so that one threshold means the same in all of them: pass each layer's
+            null scale (the bound or σ of its initialisation). Layers trained alike share no raw threshold otherwise.
+        thresholds: Only these, one pass each; kind="directed" only.
+        name: What errors call the matrix.
+
+    Returns:
+        A `LevelProfile`, or a `DirectedProfile`.
+
+    Raises:
+        InvalidOption: An option does not fit the kind.
+        InvalidMatrix: Shapes do not fit, or entries are not finite.
     """
     if kind not in ("bipartite", "directed"):
         raise InvalidOption(f'kind must be "bipartite" or "directed", got {kind!r}')
     if kind == "directed":
         if scales is not None:
             raise InvalidOption('scales are for a chain of matrices; kind="directed" takes one')
-        return _directed_profile(weight, thresholds, name)
+        return directed_profile(weight, thresholds, name)
     if thresholds is not None:
         raise InvalidOption('thresholds are for kind="directed"; the bipartite profile covers every level')
     chain = isinstance(weight, (list, tuple)) and len(weight) > 0 and np.ndim(weight[0]) == 2
@@ -287,28 +281,3 @@ def _history(first, second, group, sizes):
         squares[e] = square
         dormant[e] = left
     return n_blocks, largest, squares, dormant
-
-
-def _directed_profile(weight: Any, thresholds: Sequence[float] | None, name: str) -> DirectedProfile:
-    grid = _quantile_grid(weight, name) if thresholds is None else np.asarray(thresholds, np.float64)
-    found = [decompose(weight, "directed", threshold=float(c), name=name) for c in grid]
-    return DirectedProfile(
-        grid,
-        np.array([d.n_scc for d in found], int),
-        np.array([d.n_components for d in found], int),
-        np.array([d.largest_share for d in found], float),
-        np.array([d.n_layers for d in found], int),
-        np.array([d.isolated.sum() for d in found], int),
-    )
-
-
-def _quantile_grid(weight: Any, name: str, levels: int = 25) -> np.ndarray:
-    """Magnitudes that keep from all nonzero entries down to about one per node, evenly in the log of the share."""
-    m = magnitudes(weight, name)
-    rows, cols = m.shape
-    if rows * cols == 0:
-        return np.zeros(0)
-    step = max(1, rows * cols // (1 << 20))
-    sample = np.concatenate([m.values(m.block(r, r + 1)[0][r % step :: step]) for r in range(rows)])
-    shares = np.geomspace(1 / max(rows, 2), 1, levels)
-    return np.unique(np.quantile(sample[sample > 0], 1 - shares, method="lower"))[::-1] if sample.any() else np.zeros(0)

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from crystallite.annealing import nulls
-from crystallite.annealing.anneal import Annealing, anneal
+from crystallite.annealing.anneal import Annealing, AnnealingOptions, anneal
 from crystallite.annealing.initial import named_weights
 from crystallite.annealing.neyman import neyman_level, resolve_level
+from crystallite.annealing.random_walk import random_walk_test
 from crystallite.core.errors import InvalidOption
 from crystallite.models.layers import Unit, find_units
 from crystallite.operators.conv import Convolution
@@ -35,6 +36,7 @@ class LayerStructure:
     blocks: int  # strongly connected components of a recurrent network
     largest_share: float  # neurons of the largest block as a share of those in any block
     dormant: int  # neurons in no block
+    neurons: int  # inputs and outputs; hidden units of a recurrent network
     macs: int  # multiply-adds of its blocks, per input vector, output position or time step
     dense_macs: int
 
@@ -61,11 +63,11 @@ class AnnealedModel:
         targets: Sequence[str],
         ignore: Sequence[str],
         null: nulls.Null | str,
-        correction: str | None,
-        random_walk: str | None,
+        options: AnnealingOptions,
     ) -> None:
         self.model = copy.deepcopy(model)
-        self.correction = correction
+        self.options = options
+        self._bands: dict[tuple[str, float | None], np.ndarray] = {}
         units, copies = (find_units(m, targets, ignore) for m in (model, self.model))
         pairs = [(unit, twin) for unit, twin in zip(units, copies, strict=True) if not unit.reason]
         if not pairs:
@@ -73,7 +75,7 @@ class AnnealedModel:
         initial = nulls.for_module(model)
         known = initial if isinstance(initial, dict) else {}
         self.units = [twin for _, twin in pairs]
-        self._weights = [w for unit, twin in pairs for w in _weights(unit, twin, known, null, random_walk)]
+        self._weights = [w for unit, twin in pairs for w in _weights(unit, twin, known, null)]
 
     def numeric_level(self, level: float | str) -> float:
         """The level that entries are tested at, the geometric mean over all weights where matrices differ."""
@@ -81,13 +83,24 @@ class AnnealedModel:
         sizes = [test.magnitudes.bits.size for test in tests]
         return math.exp(np.average([math.log(self._entry_level(test, level)) for test in tests], weights=sizes))
 
-    def set_level(self, level: float | str, rule: str) -> None:
-        """Give the copy the weights that annealing keeps at a level."""
+    def set_level(self, level: float | str, rule: str, alpha: float | None = None) -> bool:
+        """Give the copy the weights that annealing keeps; whether the random-walk band alone decides which."""
+        alone = rule == "both"
         for weight in self._weights:
-            mask = torch.cat([self._mask(test, level, rule) for test in weight.tests])
+            masks = []
+            for test in weight.tests:
+                limits = np.full(test.shape[1], test.null.threshold(self._entry_level(test, level)))
+                if rule == "both":
+                    band = self._band(test, alpha)
+                    above, limits = limits > band, np.maximum(limits, band)
+                masks.append(_at_least(test.matrix, limits))
+                if alone and above.any():
+                    alone = bool((masks[-1] == _at_least(test.matrix, band)).all())
+            mask = torch.cat(masks)
             kept = (mask.T if weight.turned else mask).reshape(weight.source.shape)
             with torch.no_grad():
                 weight.target.copy_(weight.source * kept)
+        return alone
 
     def structures(self) -> tuple[LayerStructure, ...]:
         """What each layer falls into at the level that is set; one pass over the weights."""
@@ -97,31 +110,38 @@ class AnnealedModel:
         if level == "bonferroni":
             return neyman_level(test.null, BONFERRONI, "bonferroni", test.magnitudes, test.name)
         number = resolve_level(level, *test.shape)
-        return neyman_level(test.null, number, self.correction, test.magnitudes, test.name)
+        return neyman_level(test.null, number, self.options.correction, test.magnitudes, test.name)
 
-    def _mask(self, test: Annealing, level: float | str, rule: str) -> Tensor:
-        limits = np.full(test.shape[1], test.null.threshold(self._entry_level(test, level)))
-        if rule == "both":
-            assert test.random_walk is not None
-            limits = np.maximum(limits, np.nextafter(test.random_walk.preference_above, np.inf))
-        matrix: Tensor = test.matrix
-        compared = matrix.double() if matrix.dtype == torch.float64 else matrix.float()
-        rounded = limits.astype(np.float64 if compared.dtype == torch.float64 else np.float32)
-        # |w| ≥ c in float64 ⇔ |w| ≥ the smallest float32 that is not below c
-        rounded = np.where(rounded < limits, np.nextafter(rounded, np.inf, dtype=rounded.dtype), rounded)
-        return compared.abs() >= torch.from_numpy(rounded).to(matrix.device)
+    def _band(self, test: Annealing, alpha: float | None) -> np.ndarray:
+        """(columns,) the least magnitude above the random-walk band at a significance level α of that test."""
+        key = test.name, alpha
+        if key not in self._bands:
+            o = self.options
+            assert o.random_walk is not None
+            walk = random_walk_test(
+                test.magnitudes, test.null, o.random_walk, test.name, alpha=alpha, delta0=o.delta0, tau=o.tau
+            )
+            self._bands[key] = np.nextafter(walk.preference_above, np.inf)
+        return self._bands[key]
 
 
-def _weights(
-    unit: Unit, twin: Unit, initial: dict[str, nulls.Null], null: nulls.Null | str, random_walk: str | None
-) -> Iterator[_Weight]:
+def _at_least(matrix: Tensor, limits: np.ndarray) -> Tensor:
+    """Where |w| reaches its column's limit, compared as float64 would."""
+    compared = matrix.double() if matrix.dtype == torch.float64 else matrix.float()
+    rounded = limits.astype(np.float64 if compared.dtype == torch.float64 else np.float32)
+    # |w| ≥ c in float64 ⇔ |w| ≥ the smallest float32 that is not below c
+    rounded = np.where(rounded < limits, np.nextafter(rounded, np.inf, dtype=rounded.dtype), rounded)
+    return compared.abs() >= torch.from_numpy(rounded).to(matrix.device)
+
+
+def _weights(unit: Unit, twin: Unit, initial: dict[str, nulls.Null], null: nulls.Null | str) -> Iterator[_Weight]:
     prefix, tests = f"{unit.name}." if unit.name else "", dict[str, list[Annealing]]()
     for name, matrix, own in named_weights(unit.module):
         parameter = name.partition("[")[0]
         drawn, chosen = initial.get(prefix + parameter, own), null
         if isinstance(null, str) and null in ("auto", "init"):
             chosen = drawn if null == "init" else nulls.choose(matrix, [drawn], prefix + name)  # type: ignore[assignment]
-        tested = anneal(matrix, chosen, random_walk=random_walk, rule="neyman", name=prefix + name)
+        tested = anneal(matrix, chosen, rule="neyman", name=prefix + name)  # for its null: levels come later
         tests.setdefault(parameter, []).append(tested)
     turned = unit.kind == "linear" and not isinstance(unit.module, nn.Linear)
     for parameter, parts in tests.items():
@@ -134,7 +154,8 @@ def _structure(unit: Unit) -> LayerStructure:
         recurrent = BlockRecurrent.from_dense(unit.module)
         sizes = [block.size for layer in recurrent._layers() for block in layer.form.blocks]
         share = max(sizes, default=0) / unit.module.hidden_size
-        return LayerStructure(unit.name, unit.kept_share, recurrent.n_sccs, share, 0, recurrent.macs, unit.macs)
+        units = unit.module.hidden_size
+        return LayerStructure(unit.name, unit.kept_share, recurrent.n_sccs, share, 0, units, recurrent.macs, unit.macs)
     found = structure_of(unit)
     assert found is not None
     rows, cols = found.shape
@@ -142,4 +163,4 @@ def _structure(unit: Unit) -> LayerStructure:
     share = int(found.block_shapes.sum(1).max(initial=0)) / max(active, 1)
     per_pair = unit.module.weight[0, 0].numel() if isinstance(unit.module, Convolution) else 1
     macs, dormant = found.macs * per_pair, rows + cols - active
-    return LayerStructure(unit.name, unit.kept_share, found.n_blocks, share, dormant, macs, unit.macs)
+    return LayerStructure(unit.name, unit.kept_share, found.n_blocks, share, dormant, rows + cols, macs, unit.macs)

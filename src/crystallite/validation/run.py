@@ -19,14 +19,17 @@ from crystallite.models.artifact import load
 from crystallite.models.manifest import attach_verdict, check_source
 from crystallite.models.record import CompressedOptions, ExactOptions, find_record
 from crystallite.validation.comparison import Comparison, RunningComparison
+from crystallite.validation.continuity import LEAST_LEVELS
 from crystallite.validation.cost import count_macs, count_parameters, measure_latency
 from crystallite.validation.layers import LayerWatch, comparable
 from crystallite.validation.metrics import Metric, MetricResult, RunningMetric, as_metric
-from crystallite.validation.rules import Rules, SliceResult, at_quantile
-from crystallite.validation.sweep import Sweep, sweep
+from crystallite.validation.rules import Outcome, Rules, SliceResult, at_quantile
+from crystallite.validation.sweep import LEVELS, Sweep, sweep
 from crystallite.validation.verdict import Verdict
 
 __all__ = ["validate"]
+
+_TESTS = ("null", "rule", "random_walk", "correction", "alpha", "delta0", "tau")  # of `ExactOptions`
 
 _BATCH_SIZES = 3  # so many different ones are timed
 Slices = Sequence[Any] | Callable[[Any, Any], Sequence[Any]]
@@ -102,9 +105,10 @@ def validate(
     comparison, result = collected.comparison.done(), collected.metric_result()
     parts = _slice_results(comparison, result, collected.labels, rules)
     samples = list(collected.timed.values())
+    swept = None if levels is None else _sweep_like(original, model, data, measured, levels, rules)
     verdict = Verdict(
         rules,
-        rules.judge(comparison, result, parts),
+        (*rules.judge(comparison, result, parts), *_continuity(model, swept)),
         comparison,
         result,
         (count_parameters(original), count_parameters(model)),
@@ -112,7 +116,7 @@ def validate(
         measure_latency(original, model, samples),
         parts,
         *(((), {}) if watch is None else watch.done()),
-        None if levels is None else _sweep_like(original, model, data, measured, levels, rules),
+        swept,
         _guarantee(model),
     )
     if not isinstance(reorganized, nn.Module):
@@ -196,10 +200,28 @@ def _sweep_like(
 ) -> Sweep:
     """A sweep with the options that the model was reorganized with, where it says them."""
     found, known = find_record(reorganized), dict[str, Any]()
+    chosen = list(LEVELS if levels == "default" else levels)
     if found is not None:
         known["targets"] = [change.name for change in found.changes]
         if isinstance(found.options, ExactOptions):
-            known |= {name: value for name, value in asdict(found.options).items() if name != "level"}
+            known |= {name: getattr(found.options, name) for name in _TESTS}
+            own = found.options.level
+            chosen += [own] if own is not None and own not in chosen else []
     if known.get("null", "auto") not in ("auto", "init", "empirical"):
         raise InvalidOption(f"the model was annealed against {known['null']}: call sweep(…, null=…) with it instead")
-    return sweep(original, data, None if levels == "default" else levels, metric=metric, **asdict(rules), **known)
+    return sweep(original, data, chosen, metric=metric, **asdict(rules), **known)
+
+
+def _continuity(reorganized: nn.Module, swept: Sweep | None) -> tuple[Outcome, ...]:
+    """Whether results change gradually around the level that the model was annealed at, where the sweep can tell."""
+    found = find_record(reorganized)
+    if swept is None or found is None or not isinstance(found.options, ExactOptions):
+        return ()
+    points = [p for p in swept.points if p.rule == found.options.rule]
+    own = [p for p in points if p.level == found.options.level]
+    if not own or len(points) < LEAST_LEVELS:
+        return ()
+    touching = [str(jump) for jump in swept.jumps if jump.touches(own[0])]
+    gradual = f"outputs and structure change gradually around level {own[0].name}"
+    reason = f"level {own[0].name} sits on a jump: {' '.join(touching)}" if touching else gradual
+    return (Outcome("continuity", None, float(len(touching)), "violated" if touching else "kept", reason),)

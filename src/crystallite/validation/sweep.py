@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import Any
@@ -13,14 +13,18 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from crystallite.annealing import nulls
+from crystallite.annealing.anneal import AnnealingOptions
+from crystallite.annealing.random_walk import DELTA0, TAU
 from crystallite.core.errors import CrystalliteError, InvalidOption
 from crystallite.core.suggest import check_choice, suggest_keywords
 from crystallite.core.tables import text_table
 from crystallite.data.batch import Batch, batches, check_repeatable
 from crystallite.data.outputs import equal_up_to_rounding, tensors
+from crystallite.models.record import LayerChange
 from crystallite.reorganization.rewrite import reorganize
 from crystallite.validation.annealed import BONFERRONI, AnnealedModel, LayerStructure
 from crystallite.validation.comparison import Comparison, RunningComparison
+from crystallite.validation.continuity import Jump, find_jumps
 from crystallite.validation.metrics import Metric, MetricResult, RunningMetric, as_metric
 from crystallite.validation.rules import Outcome, Rules, at_quantile
 from crystallite.validation.verdict import plain
@@ -30,8 +34,6 @@ __all__ = ["LEVELS", "Sweep", "SweepPoint", "sweep"]
 LEVELS: tuple[float | str, ...] = (*(float(f"{x:.1e}") for x in np.geomspace(1e-1, 1e-6, 11)),
                                    "percolation", "bonferroni")  # fmt: skip
 _GROUP = 8  # batches for which the original's outputs are held, so that each level is set once for all of them
-_LARGE_STEP = 0.5  # a step is a jump if it makes this share of a quantity's whole change, …
-_LARGE_CHANGE = 0.1  # … and more than this: of the original's metric, of 1 for agreement and deviation
 
 
 @dataclass(frozen=True)
@@ -39,8 +41,10 @@ class SweepPoint:
     """The exact reorganization at one level, measured against the original."""
 
     rule: str
+    alpha: float | None  # of the random-walk test; None: the method's own
     level: float | str  # as asked for
     entry_level: float  # what single weights are tested at
+    by_band_alone: bool  # the level changes nothing: kept by the random-walk band alone
     layers: tuple[LayerStructure, ...]
     metric: float | None
     agreement: float | None  # the least of all outputs
@@ -68,6 +72,15 @@ class SweepPoint:
         return sum(structure.dormant for structure in self.layers)
 
     @property
+    def dormant_share(self) -> float:
+        return self.dormant / sum(structure.neurons for structure in self.layers)
+
+    @property
+    def largest_share(self) -> float:
+        """Neurons of the largest block as a share of those in any block, the mean over the layers."""
+        return float(np.mean([structure.largest_share for structure in self.layers]))
+
+    @property
     def macs_share(self) -> float:
         """Multiply-adds of the blocks of each layer as a share of the dense ones."""
         return sum(s.macs for s in self.layers) / sum(s.dense_macs for s in self.layers)
@@ -85,7 +98,7 @@ class Sweep:
     metric: str | None
     original: float | None  # its metric
     points: tuple[SweepPoint, ...]
-    jumps: tuple[str, ...]  # where results do not change gradually with the level
+    jumps: tuple[Jump, ...]  # where outputs or structure do not change gradually with the level
     recommended: SweepPoint | None
     reason: str
     reorganized: nn.Module | None  # the model at the recommended level, checked against the annealed one
@@ -104,8 +117,8 @@ class Sweep:
                 "samples": self.samples,
                 "metric": self.metric and {"name": self.metric, "original": self.original},
                 "points": [_row(p) | {"layers": [asdict(s) for s in p.layers]} for p in self.points],
-                "jumps": self.jumps,
-                "recommended": best and {"rule": best.rule, "level": best.level},
+                "jumps": [str(jump) for jump in self.jumps],
+                "recommended": best and {"rule": best.rule, "alpha": best.alpha, "level": best.level},
                 "reason": self.reason,
             }
         )
@@ -115,17 +128,22 @@ class Sweep:
 
     def __repr__(self) -> str:
         metric = self.metric or "metric"
-        rows = [["rule", "level", "kept", "blocks", "largest", "dormant", "multiply-adds", metric, "agreement",
-                 "cosine", "deviation", "worst", "passed"]]  # fmt: skip
+        alphas = len({p.alpha for p in self.points}) > 1
+        rows = [["rule", *["α"] * alphas, "level", "kept", "blocks", "largest", "dormant", "multiply-adds", metric,
+                 "agreement", "cosine", "deviation", "worst", "passed"]]  # fmt: skip
         for p in self.points:
             value, agreed = ("—" if x is None else f"{x:.4g}" for x in (p.metric, p.agreement))
             largest = f"{min(s.largest_share for s in p.layers):.0%}"
-            found = [p.rule, p.name, f"{p.kept_share:.2%}", _span(p.blocks), largest, f"{p.dormant:,}"]
+            alpha = ["—" if p.alpha is None else f"{p.alpha:.3g}"] * alphas
+            found = [p.rule, *alpha, p.name, f"{p.kept_share:.2%}", _span(p.blocks), largest, f"{p.dormant:,}"]
             found += [f"{p.macs_share:.0%}", value, agreed, f"{p.cosine:.4f}", f"{p.mean_deviation:.3g}"]
             rows.append([*found, f"{p.deviation:.3g}", "yes" if p.passed else "no"])
         before = f", {self.metric} of the original {self.original:.4g}" if self.metric else ""
         lines = [f"{len(self.points)} levels on {self.samples} samples{before}", *text_table(rows), ""]
-        return "\n".join([*lines, *self.jumps, self.reason])
+        inert = [p.name for p in self.points if p.by_band_alone]
+        if inert:
+            lines.append(f"Levels that change nothing, kept by the random-walk band alone: {', '.join(inert)}.")
+        return "\n".join([*lines, *map(str, self.jumps), self.reason])
 
 
 @suggest_keywords
@@ -139,6 +157,9 @@ def sweep(
     null: nulls.Null | str = "auto",
     correction: str | None = None,
     random_walk: str | None = "calibrated",
+    alpha: float | Sequence[float] | None = None,
+    delta0: float = DELTA0,
+    tau: float = TAU,
     targets: str | Sequence[str] = ("*",),
     ignore: str | Sequence[str] = (),
     max_drop: float | None = 0.01,
@@ -154,26 +175,31 @@ def sweep(
     - `levels`: numbers in (0, 1), "percolation", or "bonferroni" (0.01 shared out over the weights of each matrix);
       default: half decades from 0.1 to 1e-6 and these two.
     - `rule`: "both", "neyman", or both of them to compare.
+    - `alpha`: of the random-walk test, or several to compare; `delta0`, `tau`: its first bandwidth and its step.
     - `data`, `metric`, and the rules of acceptance: as for `validate`; the rest as for `reorganize`.
 
-    Recommended is the acceptable level with the fewest multiply-adds, if any saves some; the model at that level is
-    built, checked against the annealed one, and kept as `reorganized`. A level that is not recommended costs one
-    forward pass and two passes over the weights: its function is that of the dense model with annealed weights.
+    Recommended is the acceptable level with the fewest multiply-adds, if any saves some and is not next to a jump of
+    outputs or structure (with four levels or more); the model at that level is built, checked against the annealed
+    one, and kept as `reorganized`, and the recommendation describes that model. A level that is not recommended costs
+    one forward pass and two passes over the weights: its function is that of the dense model with annealed weights.
 
     >>> import torch
     >>> _ = torch.manual_seed(0)
     >>> model = nn.Linear(64, 64)
     >>> with torch.no_grad():
     ...     _ = model.weight.mul_(1e-3).add_(torch.block_diag(*torch.randn(4, 16, 16).sign()))
-    >>> found = sweep(model, torch.randn(64, 64), [1e-2, "bonferroni"], rule="neyman", null=nulls.Uniform(2e-4))
+    >>> options = {"rule": "neyman", "null": nulls.Uniform(2e-4), "only_if_faster": False}
+    >>> found = sweep(model, torch.randn(64, 64), [1e-2, "bonferroni"], **options)
     >>> [point.blocks for point in found.points], found.recommended.name
     ([(4,), (4,)], '0.01')
     """
     chosen = [rule] if isinstance(rule, str) else list(rule)
     for each in chosen or [""]:
         check_choice("rule", each, ("both", "neyman"), "a list of them")
-    if random_walk is None and "both" in chosen:
-        raise InvalidOption('rule="both" needs the random-walk test; with random_walk=None pass rule="neyman"')
+    alphas: list[float | None] = list(alpha) if isinstance(alpha, Sequence) else [alpha]
+    if not alphas or isinstance(alpha, str):
+        raise InvalidOption(f"alpha: expected a number or a list of numbers, got {alpha!r}")
+    settings = [AnnealingOptions(0.01, correction, random_walk, r, a, delta0, tau) for r in chosen for a in alphas]
     rules = Rules(max_drop, min_agreement, max_relative_deviation, quantile, confidence)
     asked = list(LEVELS if levels is None else levels)
     if not asked or isinstance(levels, str):
@@ -181,14 +207,18 @@ def sweep(
     if hasattr(model, "reorganization"):
         raise InvalidOption("this model is reorganized already; pass the original, or cx.restore(model)")
     targets, ignore = ([p] if isinstance(p, str) else list(p) for p in (targets, ignore))
-    annealed = AnnealedModel(model, targets, ignore, null, correction, random_walk)
+    annealed = AnnealedModel(model, targets, ignore, null, settings[0])
     order = sorted(asked, key=annealed.numeric_level, reverse=True)
     measured = as_metric(metric)
-    tracks = [_Track(r, level, annealed.numeric_level(level), measured) for r in chosen for level in order]
+    runs = [(r, a) for r in chosen for a in (alphas if r == "both" else [None])]  # "neyman" knows no α
+    tracks = [_Track(r, a, level, annealed.numeric_level(level), measured) for r, a in runs for level in order]
     original = None if measured is None else RunningMetric(measured)
     first = _run_all(model, annealed, tracks, original, data, progress)
     points = tuple(track.point(rules, original) for track in tracks)
-    best, reason = _recommend(points)
+    before = None if original is None else original.done()[0]
+    groups = ([p for p in points if (p.rule, p.alpha) == run] for run in runs)
+    jumps = tuple(jump for group in groups for jump in find_jumps(group, before))
+    best, reason = _recommend(points, jumps)
     built = None
     if best is not None:
         bonferroni = best.level == "bonferroni"
@@ -196,22 +226,24 @@ def sweep(
             model,
             level=BONFERRONI if bonferroni else best.level,
             correction="bonferroni" if bonferroni else correction,
-            null=null, random_walk=random_walk, rule=best.rule, targets=targets, ignore=ignore,
-            only_if_faster=only_if_faster,
+            null=null, random_walk=random_walk, rule=best.rule, alpha=best.alpha, delta0=delta0, tau=tau,
+            targets=targets, ignore=ignore, only_if_faster=only_if_faster,
         )  # fmt: skip
-        annealed.set_level(best.level, best.rule)
+        annealed.set_level(best.level, best.rule, best.alpha)
         _check_equal(built, annealed.model, first)
+        best, built, reason = _described(best, built)
     samples = tracks[0].result().samples
-    before = None if original is None else original.done()[0]
-    jumps = tuple(jump for r in chosen for jump in _jumps([p for p in points if p.rule == r], before))
     return Sweep(samples, measured.name if measured else None, before, points, jumps, best, reason, built)
 
 
 class _Track:
     """One level while batches go by."""
 
-    def __init__(self, rule: str, level: float | str, entry_level: float, metric: Metric | None) -> None:
-        self.rule, self.level, self.entry_level = rule, level, entry_level
+    def __init__(
+        self, rule: str, alpha: float | None, level: float | str, entry_level: float, metric: Metric | None
+    ) -> None:
+        self.rule, self.alpha, self.level, self.entry_level = rule, alpha, level, entry_level
+        self.by_band_alone = False
         self.comparison = RunningComparison()
         self.metric = None if metric is None else RunningMetric(metric)
         self.structures: tuple[LayerStructure, ...] = ()
@@ -226,7 +258,7 @@ class _Track:
             both = RunningMetric.compare(original, self.metric)
         agreement = [float(o.agreement.mean()) for o in found.outputs if o.decides]
         return SweepPoint(
-            self.rule, self.level, self.entry_level, self.structures,
+            self.rule, self.alpha, self.level, self.entry_level, self.by_band_alone, self.structures,
             None if both is None else both.reorganized,
             min(agreement, default=None),
             min(float(o.cosine.mean()) for o in found.outputs),
@@ -256,7 +288,7 @@ def _run_all(
                 if metric is not None:
                     metric.add(batch, output)
             for track in tracks:
-                annealed.set_level(track.level, track.rule)
+                track.by_band_alone = annealed.set_level(track.level, track.rule, track.alpha)
                 track.structures = track.structures or annealed.structures()
                 for batch, output in zip(group, expected, strict=True):
                     found = batch.run(annealed.model)
@@ -275,38 +307,42 @@ def _check_equal(built: nn.Module, annealed: nn.Module, batch: Batch) -> None:
             raise CrystalliteError(f"{path}: the reorganized model does not compute what the annealed one computes")
 
 
-def _recommend(points: Sequence[SweepPoint]) -> tuple[SweepPoint | None, str]:
+def _recommend(points: Sequence[SweepPoint], jumps: Sequence[Jump]) -> tuple[SweepPoint | None, str]:
+    """The point whose model is worth building, or None and why."""
     accepted = [point for point in points if point.passed]
     if not accepted:
         closest = min(points, key=lambda p: (sum(not o.kept for o in p.outcomes), p.mean_deviation))
         why = next(o.reason for o in closest.outcomes if not o.kept)
         return None, f"No level is acceptable; the closest is {closest.name} ({closest.rule}): {why}."
-    best = min(accepted, key=lambda p: (p.macs_share, -p.entry_level))
-    if best.macs_share >= 1:
-        levels = f"{len(accepted)} of {len(points)} levels are acceptable"
+    levels = f"{len(accepted)} of {len(points)} levels are acceptable"
+    saving = [point for point in accepted if point.macs_share < 1]
+    if not saving:
         return None, f"No level is worth it: {levels}, but no layer falls into blocks at any of them."
-    saves = f"{best.macs_share:.0%} of the multiply-adds in {_span(best.blocks)} blocks per layer"
+    steady = [point for point in saving if not any(jump.touches(point) for jump in jumps)]
+    if not steady:
+        best = min(saving, key=_cheapest)
+        jump = next(jump for jump in jumps if jump.touches(best))
+        return None, f"No level is safe: {levels}, but those that save anything sit on a jump. {jump} Try more levels."
+    return min(steady, key=_cheapest), ""
+
+
+def _cheapest(point: SweepPoint) -> tuple[float, float]:
+    return point.macs_share, -point.entry_level
+
+
+def _described(best: SweepPoint, built: nn.Module) -> tuple[SweepPoint | None, nn.Module | None, str]:
+    """The recommendation in the numbers of the model that was built, or none if that is as expensive as before."""
+    record: Any = built.reorganization
+    changes: list[LayerChange] = record.changes
+    before, after = sum(c.macs_before for c in changes), sum(c.macs_after for c in changes)
+    if after >= before:
+        blocks = f"its layers fall into {_span(best.blocks)} blocks, but none would run faster as blocks"
+        return None, None, f"No level is worth it: at {best.name} ({best.rule}) {blocks} (only_if_faster=False)."
+    replaced = sum(c.macs_after < c.macs_before for c in changes)
+    saves = f"{replaced} of {len(best.layers)} layers become smaller, {after / before:.0%} of the multiply-adds"
     limits = "; ".join(o.reason for o in best.outcomes)
-    return best, f"Recommended: level {best.name} ({best.rule}), the acceptable one with the fewest, {saves}. {limits}."
-
-
-def _jumps(points: Sequence[SweepPoint], original: float | None) -> Iterator[str]:
-    """Neighbouring levels between which most of the whole change of a quantity happens."""
-    quantities: dict[str, tuple[list[float | None], float]] = {
-        "the metric": ([p.metric for p in points], abs(original or 0.0)),
-        "agreement": ([p.agreement for p in points], 1.0),
-        "mean deviation": ([p.mean_deviation for p in points], 1.0),
-    }
-    for name, (values, scale) in quantities.items():
-        numbers = np.array([np.nan if v is None else v for v in values], float)
-        if len(numbers) < 4 or not np.isfinite(numbers).all():
-            continue
-        whole, steps = np.ptp(numbers), np.abs(np.diff(numbers))
-        large = (steps > _LARGE_STEP * whole) & (steps > _LARGE_CHANGE * scale)
-        for i in np.flatnonzero(large).tolist():
-            a, b = points[i], points[i + 1]
-            change = f"{numbers[i]:.3g} → {numbers[i + 1]:.3g} between levels {a.name} and {b.name} ({a.rule})"
-            yield f"Jump: {name} {change}, {steps[i] / whole:.0%} of its whole change in one step."
+    alpha = "" if best.alpha is None else f", α {best.alpha:.3g}"
+    return best, built, f"Recommended: level {best.name} ({best.rule}{alpha}): {saves}. {limits}."
 
 
 def _span(numbers: Sequence[int]) -> str:
@@ -322,6 +358,6 @@ def _span(numbers: Sequence[int]) -> str:
 
 def _row(point: SweepPoint) -> dict[str, Any]:
     """A point as plain values."""
-    names = ("rule", "level", "entry_level", "kept_share", "blocks", "dormant", "macs_share", "metric", "agreement",
-             "cosine", "mean_deviation", "deviation", "passed")  # fmt: skip
+    names = ("rule", "alpha", "level", "entry_level", "by_band_alone", "kept_share", "blocks", "dormant", "macs_share",
+             "metric", "agreement", "cosine", "mean_deviation", "deviation", "passed")  # fmt: skip
     return {name: getattr(point, name) for name in names}

@@ -5,10 +5,12 @@ from __future__ import annotations
 import base64
 import io
 import itertools
+import os
 import struct
 import zlib
 from dataclasses import dataclass
 from html import escape
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -102,7 +104,7 @@ class Raster:
 Shape = Line | Box | Dot | Label | Raster
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Drawing:
     """Shapes on a rectangle and the sentence that says what they show to those who cannot see them.
 
@@ -142,6 +144,20 @@ class Drawing:
         target = io.BytesIO()
         image.save(target, "png", description=self.description)
         return target.getvalue()
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the drawing as SVG or PNG, as the name ends; returns the path."""
+        target = Path(path)
+        if target.suffix not in (".svg", ".png"):
+            raise InvalidOption(f"{target}: expected a name that ends in .svg or .png")
+        target.write_bytes(self.png() if target.suffix == ".png" else self.svg().encode())
+        return target
+
+    def _repr_html_(self) -> str:
+        return self.svg()
+
+    def __repr__(self) -> str:
+        return f"Drawing({self.width}×{self.height}: {self.description})"
 
 
 def _svg(shape: Shape, page: bool) -> str:
