@@ -105,7 +105,6 @@ def neuron_groups(model: nn.Module, spaces: Spaces) -> dict[Axis, NeuronGroup]:
 def _group(model: nn.Module, spaces: Spaces, number: int) -> NeuronGroup | None:
     within, size = spaces.spaces[number].within, spaces.neurons(number)
     places = {place: axis for place, axis in spaces.places.items() if any(number in part for part in axis)}
-    carried = {place: spaces.labels(axis, number) for place, axis in places.items()}
     writers, readers = (
         tuple(layer.name for layer in spaces.layers if any(number in part for part in getattr(layer, side)))
         for side in ("rows", "columns")
@@ -115,6 +114,7 @@ def _group(model: nn.Module, spaces: Spaces, number: int) -> NeuronGroup | None:
     norms = tuple(sorted(name for name, module in others.items() if isinstance(module, _BATCH_NORM)))
     if not writers or not readers or len(norms) < len(others):
         return None
+    carried = {place: spaces.labels(axis, number) for place, axis in places.items()}
     if within:  # numbers of heads
         exact = all(axis == ((*within, number),) for axis in places.values())
         convolved = any(isinstance(module, CONVOLUTIONS) for module in owners.values())
