@@ -72,6 +72,23 @@ def noise_as_preference(family: str, rows: int, method: str, seeds: int) -> tupl
     return float(np.mean(bands)), float(np.mean(shares)), float(np.max(shares))
 
 
+def noise_as_suppression(family: str, rows: int, seeds: int) -> int:
+    """In how many of so many matrices of noise anything counts as suppressed."""
+    cols = min(rows, LARGEST // rows)
+    drawn = (FAMILIES[family](rows, cols, np.random.default_rng(seed)) for seed in range(seeds))
+    return sum(random_walk_test(w, f0).shares["suppression"] > 0 for w, f0 in drawn)
+
+
+def planted_suppression(family: str, rows: int, share: float, factor: float) -> tuple[float, float]:
+    """(found, noise): shares of planted entries, scaled by the factor, and of the others that count as suppressed."""
+    rng = np.random.default_rng(1)
+    w, f0 = FAMILIES[family](rows, rows, rng)
+    planted = rng.random(w.shape) < share
+    w = np.where(planted, factor * w, w)
+    suppressed = np.abs(w) < random_walk_test(w, f0).suppression_below
+    return float(suppressed[planted].mean()), float(suppressed[~planted].mean())
+
+
 def rejection_rate(family: str, level: float, correction: str | None, seeds: int = 20) -> float:
     """The share of pure noise (256×256) that the Neyman test keeps."""
     kept = []
@@ -98,6 +115,14 @@ def main() -> None:
                 band, mean, largest = noise_as_preference(family, rows, method, 100 if rows < 256 else 5)
                 cells.append(f" {band:5.2f} {mean:7.2%} {largest:7.2%} ")
             print(f"| {family:<16} |" + " |".join(cells) + " |")
+    print("\nsuppression: matrices of noise with any (100 at n = 16 and 64, 10 at 256 and 1024)\n")
+    for family in FAMILIES:
+        counts = [noise_as_suppression(family, rows, 100 if rows < 256 else 10) for rows in (16, 64, 256, 1024)]
+        print(f"| {family:<16} | {counts}")
+    print("\nplanted suppression, 256×256: found, and noise beside it, at 1 and 2 % scaled by .01, then by .1\n")
+    for family in FAMILIES:
+        cells = [planted_suppression(family, 256, share, factor) for factor in (0.01, 0.1) for share in (0.01, 0.02)]
+        print(f"| {family:<16} | " + " | ".join(f"{found:4.0%} {noise:5.1%}" for found, noise in cells) + " |")
     print("\nNeyman, 20 matrices of 256×256: share of noise kept\n")
     print(f"| {'f0':<16} |    5 % |    1 % |   .1 % | edges in all, 1 % with bonferroni, holm, bh |")
     print("|---" * 5 + "|")

@@ -18,7 +18,8 @@ ROWS = [
 @pytest.fixture(scope="module")
 def names():
     space = {}
-    exec(compile(re.search(r"```python\n(.*?)```", PAGE, re.DOTALL)[1], "docs/paper.md", "exec"), space)
+    for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL):
+        exec(compile(block, "docs/paper.md", "exec"), space)
     return space
 
 

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -15,8 +16,10 @@ from crystallite.models import artifact
 from crystallite.models.record import ExactOptions, Fold, LayerChange, OperatorRecord, Record
 from crystallite.operators.low_rank import LowRankLinear
 from tests.helpers.artifacts import edit_manifest, in_blocks, sequential_network
+from tests.helpers.block_models import block_convolution
 from tests.helpers.planted.chain import planted
 from tests.helpers.planted.linear import pair
+from tests.helpers.tolerance import assert_close
 
 
 class Network(nn.Module):
@@ -224,6 +227,53 @@ def test_blocks_have_the_neurons_of_the_dense_model_whatever_was_folded(tmp_path
     stored = {"first": "first", "second": "second", "net.0": "net.0.layers.0", "net.1": "net.0.layers.1"}
     for name, layer in stored.items():
         _assert_made_of(model.get_submodule(name), [cx.load_block(folder, layer, i) for i in range(3)])
+
+
+@pytest.mark.parametrize("name", ["7", "layers.0", "part.layers.12"])
+def test_blocks_of_layers_named_by_a_digit(tmp_path, name):
+    dense, blocks = pair("equal")
+    model: nn.Module = blocks
+    for part in reversed(name.split(".")):
+        model = nn.Sequential(OrderedDict([(part, model)]))
+    cx.save(model, tmp_path / "a")
+    _assert_made_of(dense, [cx.load_block(tmp_path / "a", name, i) for i in range(blocks.n_blocks)])
+
+
+@pytest.mark.parametrize("kind", [nn.Conv1d, nn.Conv2d])
+def test_blocks_of_a_convolution(tmp_path, kind):
+    dense = block_convolution(kind, 12, 18, 3, 0)
+    small = cx.BlockConv.from_dense(dense)
+    cx.save(nn.Sequential(small), tmp_path / "a")
+    count = sum(part.groups for part in small.parts)
+    assert count == 3
+    _assert_made_of(dense, [cx.load_block(tmp_path / "a", "0", i) for i in range(count)])
+    with pytest.raises(cx.CheckpointError, match=f"no block {count}"):
+        cx.load_block(tmp_path / "a", "0", count)
+
+
+def test_a_layer_that_stayed_whole_is_one_block(tmp_path):
+    _, blocks = pair("equal")
+    down, up = nn.Linear(60, 4, bias=False), nn.Linear(4, 9)
+    cx.save(nn.Sequential(blocks, nn.Sequential(down, up)), tmp_path / "a")
+    for name, layer in (("1.0", down), ("1.1", up)):
+        _assert_made_of(layer, [cx.load_block(tmp_path / "a", name, 0)])
+        with pytest.raises(cx.CheckpointError, match="no block 1"):
+            cx.load_block(tmp_path / "a", name, 1)
+
+
+def test_progressive_inference_block_by_block(tmp_path):
+    """Each block as it comes adds its outputs; with the last the layer is complete. The example of docs/paper.md."""
+    dense, blocks = pair("ragged")
+    folder = cx.save(nn.Sequential(blocks), tmp_path / "a")
+    x = torch.randn(5, dense.in_features, dtype=dense.weight.dtype)
+    y = torch.zeros(5, dense.out_features, dtype=x.dtype) if dense.bias is None else dense.bias.detach().repeat(5, 1)
+    done = torch.zeros(dense.out_features, dtype=torch.bool)
+    for i in range(blocks.n_blocks):
+        block = cx.load_block(folder, "0", i)
+        y[:, block.rows] += x[:, block.columns] @ block.weight.T
+        done[block.rows] = True
+        assert_close(y[:, done], dense(x)[:, done])  # what is there is final
+    assert_close(y, dense(x))
 
 
 def test_frozen_parameters_stay_frozen(tmp_path):

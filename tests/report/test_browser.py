@@ -77,7 +77,7 @@ def test_feedback_numbers_are_those_of_the_directed_profile(visit, page_path, pl
         assert shown["Isolated neurons"] == at.isolated[0]
         page.keyboard.press("ArrowRight")
         page.keyboard.press("ArrowRight")
-    assert "strongly connected parts in 2 layers" in page.get_by_role("img", name="Condensation").get_attribute(
+    assert "strongly connected components in 2 layers" in page.get_by_role("img", name="Condensation").get_attribute(
         "aria-label"
     )
 

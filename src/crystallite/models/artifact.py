@@ -197,17 +197,26 @@ class LoadedBlock:
 
 
 def load_block(path: str | os.PathLike[str], layer: str, block: int) -> LoadedBlock:
-    """One block of a `BlockLinear`, or of a layer of a `BlockChain` ("name.layers.1"), counted as they are stored.
+    """One block of a `BlockLinear`, a `BlockConv`, or a layer of a `BlockChain` ("name.layers.1"), as they are stored.
 
-    Rows and columns are neurons of the dense model, whatever was folded. Only this block is read, and index tables of
-    O(n); the hash of the weights, for which all of them would be read, is not compared.
+    A layer that stayed one matrix, such as a factor of a low rank, is block 0 of itself. The weight of a convolution's
+    block is its kernel; its rows and columns are channels. Rows and columns are neurons of the dense model, whatever
+    was folded. Only this block is read, and index tables of O(n); the hash of the weights, for which all of them would
+    be read, is not compared.
     """
     folder = Path(path)
     manifest = read_manifest(folder)
-    chain, _, number = layer.rpartition(".layers.")
-    described = _description_at(manifest["modules"], chain if number.isdigit() else layer)
-    if described.get("type") != ("BlockChain" if number.isdigit() else "BlockLinear"):
-        raise CheckpointError(f"{folder}: expected the name of a BlockLinear or of a BlockChain's layer, got {layer!r}")
+    chain, number = layer, ""
+    described = _description_at(manifest["modules"], layer)
+    if described.get("type") not in ("BlockLinear", "BlockConv", "Linear"):  # a layer may have a digit for a name
+        chain, _, number = layer.rpartition(".layers.")
+        described = _description_at(manifest["modules"], chain) if number.isdigit() else {}
+        if described.get("type") != "BlockChain":
+            raise CheckpointError(
+                f"{folder}: expected the name of a BlockLinear, a BlockConv, a linear layer or a BlockChain's layer, "
+                f"got {layer!r:.80}"
+            )
+    of_conv, dense = described["type"] == "BlockConv", described["type"] == "Linear"
     with open_checkpoint(weights_of(folder)) as checkpoint:
 
         def table(name: str, at: Tensor, inverse: bool = False) -> Tensor:
@@ -218,16 +227,30 @@ def load_block(path: str | os.PathLike[str], layer: str, block: int) -> LoadedBl
             return (torch.argsort(entries) if inverse else entries)[at]
 
         prefix = f"{layer}." if layer else ""
+
+        def stored(stack: int) -> tuple[str, tuple[int, int, int]] | None:
+            """The name of a stack, and how many blocks of how many rows and columns it holds; None past the last."""
+            name = f"{prefix}parts.{stack}.weight" if of_conv else f"{prefix}weights.{stack}"
+            name = f"{prefix}weight" if dense and not stack else name
+            info = checkpoint.tensors.get(name)
+            if info is None:
+                return None
+            if not of_conv:
+                return name, (1, *info.shape) if dense else info.shape  # type: ignore[return-value]
+            groups = int(described["parts"][stack][2])
+            return name, (groups, info.shape[0] // groups, info.shape[1])
+
         row = column = stack = 0
         left = block
-        while (info := checkpoint.tensors.get(f"{prefix}weights.{stack}")) and left >= info.shape[0]:
-            count, height, width = info.shape
+        while (found := stored(stack)) and left >= found[1][0]:
+            count, height, width = found[1]
             stack, left, row, column = stack + 1, left - count, row + count * height, column + count * width
-        if info is None or left < 0:
+        if found is None or left < 0:
             raise CheckpointError(f"{folder}: no block {block} in layer {layer!r:.80}")
-        _, height, width = info.shape
+        _, height, width = found[1]
         lines = torch.arange(row + left * height, row + (left + 1) * height)
-        columns = table(f"{prefix}columns", torch.arange(column + left * width, column + (left + 1) * width))
+        reads = f"{prefix}{'inputs' if of_conv else 'columns'}"
+        columns = table(reads, torch.arange(column + left * width, column + (left + 1) * width))
         rows = lines
         if not number.isdigit():
             rows = lines = table(f"{prefix}outputs", lines, inverse=True)
@@ -238,7 +261,9 @@ def load_block(path: str | os.PathLike[str], layer: str, block: int) -> LoadedBl
         if number.isdigit() and int(number):
             columns = table(f"{chain}.layers.{int(number) - 1}.neurons", columns)
         bias = table(f"{prefix}bias", lines) if f"{prefix}bias" in checkpoint.tensors else None
-        weight = _tensor(checkpoint, f"{prefix}weights.{stack}")[left].clone()
+        whole = _tensor(checkpoint, found[0])
+        place = slice(left * height, (left + 1) * height)
+        weight = (whole[place] if of_conv else whole if dense else whole[left]).clone()
     record = Record.from_plain(manifest["record"], folder / MANIFEST)
     outputs, inputs = _folded(record, *((chain, int(number)) if number.isdigit() else (layer, 0)))
     rows, columns = (at if order is None else order[at] for order, at in ((outputs, rows), (inputs, columns)))
@@ -251,10 +276,11 @@ def _description_at(modules: dict[str, Any], name: str) -> dict[str, Any]:
     while name not in modules and name:
         name, _, place = name.rpartition(".")
         inside.insert(0, place)
-    found = modules.get(name, {})
+    found: Any = modules.get(name, {})
     for place in inside:
-        found = found.get("children", found).get(place, {})
-    return dict(found)
+        found = found.get("children", found) if isinstance(found, dict) else {}
+        found = found.get(place, {}) if isinstance(found, dict) else {}
+    return dict(found) if isinstance(found, dict) else {}
 
 
 def _folded(record: Record, name: str, number: int) -> list[Tensor | None]:
