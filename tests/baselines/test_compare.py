@@ -1,6 +1,7 @@
 """All methods side by side: what they cost, how good they are, and why some are skipped."""
 
 import importlib.util
+import inspect
 
 import pytest
 import torch
@@ -175,8 +176,9 @@ def test_a_method_that_fails_is_a_row(pair, monkeypatch):
     def fails(*arguments):
         raise ZeroDivisionError("nothing to divide")
 
-    monkeypatch.setitem(compare.__globals__, "decomposed", fails)
-    monkeypatch.setitem(compare.__globals__, "random_blocks", lambda model, *rest: Breaks(model))
+    names = inspect.unwrap(compare).__globals__
+    monkeypatch.setitem(names, "decomposed", fails)
+    monkeypatch.setitem(names, "random_blocks", lambda model, *rest: Breaks(model))
     rows = {row.name: row for row in compare(*pair, data(), calibration=data(), methods=SHAPED)}
     assert rows["SVD"].skipped == "ZeroDivisionError: nothing to divide"
     assert rows["random blocks"].skipped == "IndexError: out of range"

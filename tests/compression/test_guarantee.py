@@ -150,7 +150,7 @@ def test_it_is_refused_where_it_cannot_be_shown():
     for options, message in (
         ({"tolerance": 0.0}, "tolerance: expected a number between 0 and 1, got 0.0"),
         ({"tolerance": 0.1, "confidence": 1.0}, "confidence: expected"),
-        ({"tolerance": 0.1, "risk": "x"}, "risk: expected 'deviation' or 'disagreement', got 'x'"),
+        ({"tolerance": 0.1, "risk": "x"}, "risk must be one of deviation, disagreement, got 'x'"),
     ):
         with pytest.raises(cx.InvalidOption, match=message):
             cx.compress(model, calibration=data, **options)

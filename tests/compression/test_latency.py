@@ -126,7 +126,7 @@ def test_a_budget_of_parameters_counts_weights_once():
 
 def test_what_is_no_objective_is_refused():
     model, x = networks.mlp(16, 32, 4), torch.randn(80, 16)
-    with pytest.raises(cx.InvalidOption, match=r"objective: expected one of macs, .*, int8, got 'speed'"):
+    with pytest.raises(cx.InvalidOption, match=r"objective must be one of macs, .*, int8, got 'speed'"):
         compress(model, budget=0.5, objective="speed", calibration=x)
     with pytest.raises(cx.InvalidOption, match="objective= says what a budget is a share of"):
         cx.compress(model, blocks=2, objective="latency", calibration=x)

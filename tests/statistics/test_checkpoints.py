@@ -22,7 +22,6 @@ from crystallite.separation import upgrade
 from crystallite.statistics import trainer
 from tests.helpers import digits
 from crystallite.separation import find_chains, random_partition, training, upgrade
-from tests.separation import digits
 
 trainer._SECONDS = 0.0  # a checkpoint after every batch
 loader, *_ = digits.data()

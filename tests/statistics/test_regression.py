@@ -103,19 +103,6 @@ def test_blocks_are_each_the_best_for_their_inputs():
         assert not weight[rows][:, others].any()
 
 
-def test_a_coupling_channel_never_hurts_and_takes_over_what_it_can():
-    found = solved(inputs=12, outputs=12, rows=300)
-    cells = tuple((np.arange(i, i + 3), np.arange(i, i + 3)) for i in range(0, 12, 3))
-
-    def distance(spec):
-        off = found.weight - approximate(found.weight, found.metric, spec)[0]
-        return float(((off @ found.metric) * off).sum())
-
-    errors = [distance(OperatorSpec(rank, cells)) for rank in (0, 2, 5, 9)]
-    assert errors == sorted(errors, reverse=True)
-    assert errors[-1] < 0.05 * errors[0]
-
-
 @settings(max_examples=20)
 @given(st.integers(0, 99), st.integers(1, 6))
 def test_what_is_kept_is_fitted_again(seed, size):

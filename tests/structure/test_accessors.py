@@ -10,8 +10,7 @@ from hypothesis.extra import numpy as npst
 
 import crystallite as cx
 from crystallite.structure import boolean
-from tests.helpers import paper
-from tests.structure import pseudocode
+from tests.helpers import paper, pseudocode
 
 masks = st.tuples(st.integers(1, 9), st.integers(1, 12)).flatmap(
     lambda shape: npst.arrays(bool, shape, elements=st.sampled_from([0, 0, 0, 1]))

@@ -20,7 +20,7 @@ from crystallite.annealing.random_walk import DELTA0, TAU, RandomWalk, check_ban
 from crystallite.core.arrays import Magnitudes, magnitudes
 from crystallite.core.drawing import Drawing
 from crystallite.core.errors import InvalidMatrix, InvalidOption
-from crystallite.core.suggest import suggest_keywords
+from crystallite.core.suggest import check_choice, suggest_keywords
 from crystallite.structure.decompose import decompose
 
 __all__ = ["Annealing", "AnnealingOptions", "anneal", "anneal_matrix"]
@@ -35,7 +35,7 @@ class AnnealingOptions:
 
     >>> AnnealingOptions(rule="all")
     Traceback (most recent call last):
-    crystallite.core.errors.InvalidOption: rule must be "both" or "neyman", got 'all'
+    crystallite.core.errors.InvalidOption: rule must be one of both, neyman, got 'all'
     """
 
     level: float | str = 0.01
@@ -47,8 +47,7 @@ class AnnealingOptions:
     tau: float = TAU
 
     def __post_init__(self) -> None:
-        if self.rule not in ("both", "neyman"):
-            raise InvalidOption(f'rule must be "both" or "neyman", got {self.rule!r}')
+        check_choice("rule", self.rule, ("both", "neyman"))
         check_band(self.random_walk, self.alpha, self.delta0, self.tau)
         if self.random_walk is None and self.rule == "both":
             raise InvalidOption('rule="both" needs the random-walk test; with random_walk=None pass rule="neyman"')

@@ -11,6 +11,7 @@ from crystallite.annealing.histogram import magnitude_histogram
 from crystallite.annealing.multiplicity import benjamini_hochberg_level, bonferroni_level, holm_level
 from crystallite.core.arrays import Magnitudes
 from crystallite.core.errors import InvalidOption
+from crystallite.core.suggest import check_choice
 
 __all__ = ["CORRECTIONS", "neyman_level", "percolation_level", "resolve_level"]
 
@@ -51,8 +52,6 @@ def neyman_level(null: Null, level: float, correction: str | None, matrix: Magni
         return level
     if correction == "bonferroni":
         return bonferroni_level(level, matrix.bits.size)
-    if correction not in CORRECTIONS:
-        accepted = ", ".join(map(repr, CORRECTIONS))
-        raise InvalidOption(f"correction must be one of {accepted}, got {correction!r}")
+    check_choice("correction", correction, CORRECTIONS)
     count = holm_level if correction == "holm" else benjamini_hochberg_level
     return count(null, level, magnitude_histogram(matrix, name))

@@ -19,6 +19,7 @@ from crystallite.annealing.columns import Cells, column_sums, relative_histogram
 from crystallite.annealing.distributions import Null
 from crystallite.core.arrays import Magnitudes, magnitudes
 from crystallite.core.errors import InvalidOption
+from crystallite.core.suggest import check_choice
 
 __all__ = [
     "DELTA0",
@@ -92,8 +93,8 @@ def check_band(method: str | None, alpha: float | None, delta0: float, tau: floa
     Raises:
         InvalidOption: Which one, what was expected and what came.
     """
-    if method not in (*METHODS, None):
-        raise InvalidOption(f"random_walk must be one of {', '.join(METHODS)} or None, got {method!r}")
+    if method is not None:
+        check_choice("random_walk", method, METHODS, "None")
     if alpha is not None and not (isinstance(alpha, (int, float)) and 0 < alpha < 1):
         raise InvalidOption(f"alpha must be a number between 0 and 1, or None for the method's own, got {alpha!r}")
     for name, value in (("delta0", delta0), ("tau", tau)):

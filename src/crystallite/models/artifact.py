@@ -66,6 +66,8 @@ def save(
         path: the new folder.
         source: the model it was made from, or its file or folder; the manifest keeps a hash of its weights.
         metadata: plain JSON values that are kept in the manifest.
+        files: the folder of the transformers model it was made from, of which all but the weights is copied: the
+            tokenizer, and whatever else lies there.
 
     Returns:
         The folder.
