@@ -176,7 +176,7 @@ def test_models_give_one_annealing_per_matrix():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"rule": "either"}, 'rule must be "both" or "neyman"'),
+        ({"rule": "either"}, "rule must be one of both, neyman"),
         ({"level": 5}, "between 0 and 1"),
         ({"level": "low"}, "percolation"),
         ({"level": True}, "between 0 and 1"),

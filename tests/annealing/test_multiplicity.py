@@ -108,7 +108,7 @@ def test_non_finite_entries_are_counted_and_located(layout):
 
 
 def test_an_unknown_correction_lists_the_known():
-    with pytest.raises(InvalidOption, match="None, 'bonferroni', 'holm', 'bh', got 'bonferoni'"):
+    with pytest.raises(InvalidOption, match="None, bonferroni, holm, bh, got 'bonferoni'"):
         anneal(np.ones((2, 2)), nulls.Normal(1.0), correction="bonferoni", rule="neyman")
 
 
