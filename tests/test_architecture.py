@@ -1,6 +1,7 @@
 """The tree is the architecture: imports go one way, and heavy optional packages only where they are adapted."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -111,3 +112,16 @@ def test_test_files_are_not_imported(folder):
         if "node_modules" not in path.parts:
             others = [m for m in imports_of(path) if m.split(".")[0] == "tests" and not m.startswith(allowed)]
             assert not others, f"{path.name} imports {others}"
+
+
+def test_the_graph_is_drawn_in_the_design():
+    text = (Path(__file__).parents[1] / "docs" / "design.md").read_text()
+    drawn = dict(re.findall(r"^\| `(\w+)` \| [^|]+ \| ([^|]+) \|$", text, re.MULTILINE))
+    assert drawn == {room: ", ".join(others.split()) or "–" for room, others in MAY_IMPORT.items()}
+
+
+def test_every_file_that_the_design_names_is_there():
+    text = (Path(__file__).parents[1] / "docs" / "design.md").read_text()
+    flows = text.partition("## What a verb passes through")[2].partition("Values between stages")[0]
+    for room, file in re.findall(r"\b([a-z]+)/([a-z_]+)\b", flows):
+        assert (SOURCE / room / f"{file}.py").exists(), f"{room}/{file}"

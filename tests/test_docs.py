@@ -77,7 +77,7 @@ def upgraded_page(folder):
 
 
 # What the text of a page says that the reader has.
-GIVEN = {"fitted.md": compressed_page, "serving.md": served_page, "upgrading.md": upgraded_page}
+GIVEN = {"compression.md": compressed_page, "serving.md": served_page, "upgrading.md": upgraded_page}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -1,3 +1,4 @@
+import importlib
 import json
 import re
 import xml.etree.ElementTree as ElementTree
@@ -139,3 +140,13 @@ def test_a_real_transformer_fits_three_megabytes():
     found = report(Path(package.__file__).parent / "model")
     assert len(found.views) == 40
     assert len(found.html.encode()) <= 3_000_000
+
+
+def test_every_layer_is_annealed_once(monkeypatch):
+    """The table and the pictures are made from one analysis of each layer."""
+    matrix = importlib.import_module("crystallite.analysis.matrix")
+    seen, real = [], matrix.anneal_matrix
+    monkeypatch.setattr(matrix, "anneal_matrix", lambda *args, **named: seen.append(args[-1]) or real(*args, **named))
+    made = report(nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 8), nn.GRU(8, 16)))
+    assert len(made.views) == len(made.analysis.rows)
+    assert len(seen) == sum(row.matrices for row in made.analysis.rows)

@@ -19,24 +19,16 @@ from crystallite.core.arrays import Magnitudes
 from crystallite.structure.bipartite import BipartiteStructure
 from crystallite.structure.decompose import decompose, directed_from_words
 from crystallite.structure.directed import DirectedStructure
-from crystallite.structure.hubs import hubs
+from crystallite.structure.hubs import BorderedStructure, hubs
 from crystallite.structure.levels import LevelProfile, level_profile
 from crystallite.structure.strong import packed
 from crystallite.weights.checkpoint import Checkpoint
 from crystallite.weights.layers import Layer
 
-__all__ = [
-    "FEW_HUBS",
-    "MatrixAnalysis",
-    "Options",
-    "analyze_layer",
-    "anneal_layer",
-    "channel_mask",
-    "structure_of_layer",
-]
+__all__ = ["LayerAnalysis", "MatrixAnalysis", "Options", "analyze_layer", "channel_mask"]
 
 _PROFILE_POINTS = 24
-FEW_HUBS, _MOST_HUB_EDGES = 16, 1_000_000  # beyond, the search for hubs would outlast everything else
+_FEW_HUBS, _MOST_HUB_EDGES = 16, 1_000_000  # beyond, the search for hubs would outlast everything else
 _ACTIVE = 0.8  # a split counts where at least this share of the neurons is in some block
 
 
@@ -108,15 +100,32 @@ class MatrixAnalysis:
         return asdict(self)
 
 
-def analyze_layer(checkpoint: Checkpoint, layer: Layer, options: Options) -> MatrixAnalysis:
-    """The record of one layer. Reads its tensor once per pass and keeps nothing of it."""
+@dataclass(frozen=True, eq=False)
+class LayerAnalysis:
+    """One layer tested and taken apart: what both its row of the table and the report's pictures are made from.
+
+    Holds the layer's weights, so it is used and dropped before the next layer is read.
+    """
+
+    layer: Layer
+    annealings: tuple[Annealing, ...]  # one, or one for each gate of a recurrent layer's feedback
+    structure: BipartiteStructure
+    directed: DirectedStructure | None  # of feedback
+    profile: LevelProfile | None  # every level of a feed-forward matrix, where it was asked for
+    bordered: BorderedStructure | None  # blocks once hubs are set aside, where the matrix was searched for them
+    row: MatrixAnalysis
+
+
+def analyze_layer(checkpoint: Checkpoint, layer: Layer, options: Options) -> LayerAnalysis:
+    """One layer, annealed and decomposed once. Reads its tensor once per pass."""
     parts = layer.matrices(checkpoint)
-    annealings = [anneal_layer(checkpoint, layer, label, matrix, options) for label, matrix in parts]
+    annealings = tuple(_anneal(checkpoint, layer, label, matrix, options) for label, matrix in parts)
+    profile, bordered = None, None
     first = annealings[0]
     worst = max(annealings, key=lambda a: a.null_fit)
     kept = sum(a.kept for a in annealings)
     entries = max(1, sum(a.magnitudes.bits.size for a in annealings))
-    structure, directed, edges = structure_of_layer(layer, annealings)
+    structure, directed, edges = _structure(layer, annealings)
     shares = [a.class_shares or {} for a in annealings]
     record: dict[str, Any] = {
         "name": layer.name,
@@ -159,12 +168,14 @@ def analyze_layer(checkpoint: Checkpoint, layer: Layer, options: Options) -> Mat
             profile = level_profile(parts[0][1], name=layer.name)
             record["profile"] = _profile_points(profile, histogram, first)
             record["best_split"] = _best_split(profile, histogram, control)
-            record["hubs"] = _hubs(first, layer, structure)
+            bordered = _bordered(first, layer, structure)
+            record["hubs"] = None if bordered is None else _hubs(bordered)
     row = MatrixAnalysis(**record)
     if options.fast and finding_of(row) == "separate":  # blocks alone prove nothing: few random edges make some too
         row = replace(row, shuffled=_state(shuffled(*structure.shape, feedback=layer.feedback), edges))
     row = replace(row, finding=finding_of(row))
-    return replace(row, verdict=sentence(row))
+    row = replace(row, verdict=sentence(row))
+    return LayerAnalysis(layer, annealings, structure, directed, profile, bordered, row)
 
 
 def _state(control: Shuffled, edges: int) -> dict[str, Any]:
@@ -172,7 +183,7 @@ def _state(control: Shuffled, edges: int) -> dict[str, Any]:
     return {"n_blocks": int(control.n_blocks[at]), "largest_share": float(control.largest_share[at])}
 
 
-def anneal_layer(checkpoint: Checkpoint, layer: Layer, label: str, matrix: Any, options: Options) -> Annealing:
+def _anneal(checkpoint: Checkpoint, layer: Layer, label: str, matrix: Any, options: Options) -> Annealing:
     name = f"{layer.name}[{label}]" if label else layer.name
     hidden = layer.rows if layer.feedback else layer.rows // layer.gates  # input weights keep their gates stacked
     drawn = candidates(layer.kind, layer.fan_in, layer.fan_out, hidden=hidden, config=checkpoint.config)
@@ -184,8 +195,8 @@ def anneal_layer(checkpoint: Checkpoint, layer: Layer, label: str, matrix: Any, 
     return anneal_matrix(matrix, null, tests, name)
 
 
-def structure_of_layer(
-    layer: Layer, annealings: list[Annealing]
+def _structure(
+    layer: Layer, annealings: tuple[Annealing, ...]
 ) -> tuple[BipartiteStructure, DirectedStructure | None, int]:
     """Blocks of the layer's neurons and the number of edges: one wherever any gate, or place of a kernel, keeps it."""
     if layer.feedback:
@@ -270,11 +281,14 @@ def _best_split(profile: LevelProfile, histogram: MagnitudeHistogram, control: S
     }
 
 
-def _hubs(a: Annealing, layer: Layer, structure: BipartiteStructure) -> dict[str, Any] | None:
+def _bordered(a: Annealing, layer: Layer, structure: BipartiteStructure) -> BorderedStructure | None:
     """The hubs of a matrix that is one block at its level; None where it is not, or where the search is too long."""
     if a.kept > _MOST_HUB_EDGES or structure.largest_share < 0.5:
         return None
-    found = hubs(a.matrix, threshold=_limit(a), max_hubs=FEW_HUBS, name=layer.name)
+    return hubs(a.matrix, threshold=_limit(a), max_hubs=_FEW_HUBS, name=layer.name)
+
+
+def _hubs(found: BorderedStructure) -> dict[str, Any]:
     return {
         "separates": found.separates,
         "count": found.n_hubs,

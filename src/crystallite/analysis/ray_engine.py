@@ -56,7 +56,7 @@ def _analyze_named_layer(source: str, name: str, options: Options) -> MatrixAnal
     try:
         with open_checkpoint(source) as checkpoint:
             layer = next(layer for layer in recognise(checkpoint) if layer.name == name)
-            return analyze_layer(checkpoint, layer, options)
+            return analyze_layer(checkpoint, layer, options).row
     except CrystalliteError as error:
         return error.with_traceback(None)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from crystallite.analysis.matrix import MatrixAnalysis, Options, analyze_layer
+from crystallite.analysis.matrix import LayerAnalysis, MatrixAnalysis, Options, analyze_layer
 from crystallite.analysis.verdict import model_verdict
 from crystallite.annealing.neyman import CORRECTIONS, resolve_level
 from crystallite.annealing.random_walk import DELTA0, METHODS, TAU, check_band
@@ -23,7 +23,7 @@ from crystallite.core.tables import terminal_width, text_table
 from crystallite.weights.checkpoint import Checkpoint, open_checkpoint
 from crystallite.weights.layers import Layer, recognise
 
-__all__ = ["Analysis", "analyze"]
+__all__ = ["Analysis", "analyze", "analyze_with"]
 
 _ENTRY = '{"fingerprint": '  # how every line of a `resume` file begins
 
@@ -142,6 +142,21 @@ def analyze(
         'No exact block structure: 1 of 1 not distinguishable from its initialisation.'
     """
     options = Options(null, level, correction, random_walk, rule, alpha, delta0, tau, fast)
+    return analyze_with(source, options, targets, ignore, resume=resume, engine=engine, progress=progress)
+
+
+def analyze_with(
+    source: torch.nn.Module | Mapping[str, Any] | str | os.PathLike[str],
+    options: Options,
+    targets: str | Sequence[str],
+    ignore: str | Sequence[str],
+    *,
+    show: Callable[[LayerAnalysis, int], None] | None = None,
+    resume: str | os.PathLike[str] | None = None,
+    engine: str = "local",
+    progress: bool = False,
+) -> Analysis:
+    """What `analyze` returns; show(layer, number of layers) is called with each layer while its weights are there."""
     _check(options, engine)
     with open_checkpoint(source) as checkpoint:
         layers = recognise(checkpoint)
@@ -152,7 +167,7 @@ def analyze(
         missing = [layer for layer in wanted if layer.name not in store.rows]
         bar = tqdm(total=len(wanted), initial=len(wanted) - len(missing), unit="matrix", disable=not progress)
         with bar:
-            for row in _rows(source, checkpoint, missing, options, engine):
+            for row in _rows(source, checkpoint, missing, options, engine, show):
                 store.add(row)
                 bar.set_postfix_str(row.name[-30:], refresh=False)
                 bar.update()
@@ -175,11 +190,15 @@ def _check(options: Options, engine: str) -> None:
 
 
 def _rows(
-    source: Any, checkpoint: Checkpoint, layers: list[Layer], options: Options, engine: str
-) -> Iterator[MatrixAnalysis]:
+    source: Any, checkpoint: Checkpoint, layers: list[Layer], options: Options, engine: str,
+    show: Callable[[LayerAnalysis, int], None] | None,
+) -> Iterator[MatrixAnalysis]:  # fmt: skip
     if engine == "local":
         for layer in layers:
-            yield analyze_layer(checkpoint, layer, options)
+            found = analyze_layer(checkpoint, layer, options)
+            if show is not None:
+                show(found, len(layers))
+            yield found.row
         return
     if not isinstance(source, (str, os.PathLike)):
         raise InvalidOption('engine="ray" needs a checkpoint on disk that every node can read, not a model in memory')

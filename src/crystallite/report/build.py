@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
-from crystallite.analysis import Analysis, analyze
+from crystallite.analysis.matrix import LayerAnalysis, Options
+from crystallite.analysis.run import Analysis, analyze_with
 from crystallite.annealing.random_walk import DELTA0, TAU
 from crystallite.core.drawing import Drawing
 from crystallite.core.errors import InvalidOption
@@ -26,8 +26,6 @@ from crystallite.report.layer_charts import class_chart, histogram_chart, matrix
 from crystallite.report.page import page
 from crystallite.report.sections import Row, run_sections, summary_section, validation_section
 from crystallite.report.view import View, view_layer
-from crystallite.weights.checkpoint import open_checkpoint
-from crystallite.weights.layers import recognise
 
 __all__ = ["Report", "report"]
 
@@ -126,7 +124,7 @@ def report(
 ) -> Report:
     """A report on a module, state dict, checkpoint file or folder; written to `path` if there is one.
 
-    In a notebook a report shows itself. Cost: that of `analyze`, and about as much again for the pictures.
+    In a notebook a report shows itself. Cost: that of `analyze`, and the pictures; nothing is annealed twice.
 
     Args:
         source: a module, a state dict, a checkpoint file or a folder, as for `analyze`.
@@ -161,31 +159,18 @@ def report(
         "front": _rows("front", front, ("name", "quality")),
         "monitor": _rows("monitor", _lines(monitor), ("step",)),
     }
-    found = analyze(
-        source,
-        null=null,
-        level=level,
-        correction=correction,
-        random_walk=random_walk,
-        rule=rule,
-        targets=targets,
-        ignore=ignore,
-        progress=progress,
-    )
-    made = Report(title or Path(found.source).name or found.source, found, _views(source, found, progress), **extras)
+    views: list[View] = []
+
+    def show(layer: LayerAnalysis, layers: int) -> None:
+        affordable = int((_PICTURE_BYTES / _BYTES_PER_CELL / layers) ** 0.5)
+        views.append(view_layer(layer, min(_MOST_CELLS, max(_FEWEST_CELLS, affordable))))
+
+    options = Options(null, level, correction, random_walk, rule, alpha, delta0, tau)
+    found = analyze_with(source, options, targets, ignore, show=show, progress=progress)
+    made = Report(title or Path(found.source).name or found.source, found, views, **extras)
     if path is not None:
         made.save(path)
     return made
-
-
-def _views(source: Source, analysis: Analysis, progress: bool) -> list[View]:
-    rows = {row.name: row for row in analysis.rows}
-    affordable = int((_PICTURE_BYTES / _BYTES_PER_CELL / max(1, len(rows))) ** 0.5)
-    grid = min(_MOST_CELLS, max(_FEWEST_CELLS, affordable))
-    with open_checkpoint(source) as checkpoint:
-        layers = [layer for layer in recognise(checkpoint) if layer.kind != "skipped" and layer.name in rows]
-        shown = tqdm(layers, unit="picture", disable=not progress)
-        return [view_layer(checkpoint, layer, analysis.options, rows[layer.name], grid) for layer in shown]
 
 
 def _plain(value: Any) -> Any:

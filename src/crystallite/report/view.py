@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from crystallite.analysis.matrix import (
-    FEW_HUBS,
-    MatrixAnalysis,
-    Options,
-    anneal_layer,
-    channel_mask,
-    structure_of_layer,
-)
+from crystallite.analysis.matrix import LayerAnalysis, MatrixAnalysis, channel_mask
 from crystallite.annealing.anneal import Annealing
 from crystallite.report.picture import NEVER, densities, level_order, share_stops
 from crystallite.structure.bipartite import BipartiteStructure
 from crystallite.structure.directed import DirectedStructure
-from crystallite.structure.hubs import BorderedStructure, hubs
-from crystallite.structure.levels import level_profile
-from crystallite.weights.checkpoint import Checkpoint
+from crystallite.structure.hubs import BorderedStructure
+from crystallite.structure.levels import LevelProfile, level_profile
 from crystallite.weights.layers import Layer
 
 __all__ = ["Levels", "Outline", "View", "WeightHistogram", "view_layer"]
@@ -89,30 +81,30 @@ class View:
     directed: DirectedStructure | None
 
 
-def view_layer(checkpoint: Checkpoint, layer: Layer, options: Options, row: MatrixAnalysis, grid: int) -> View:
-    """The view of a layer that was analysed with these options; grid is the most cells along a side."""
-    parts = layer.matrices(checkpoint)
-    annealings = [anneal_layer(checkpoint, layer, label, matrix, options) for label, matrix in parts]
-    structure, directed, _ = structure_of_layer(layer, annealings)
+def view_layer(found: LayerAnalysis, grid: int) -> View:
+    """What the report shows of an analysed layer; grid is the most cells along a side."""
+    layer, annealings, row, directed = found.layer, found.annealings, found.row, found.directed
     weights = _one_matrix(layer, annealings)
     edges, limits = _edges(layer, annealings)
-    bordered = _bordered(row, edges, limits, layer.name)
+    bordered = found.bordered if found.bordered is not None and found.bordered.separates else None
     stored = np.arange(row.rows), np.arange(row.cols)
     if directed is not None:
         order, outlines = (directed.P.source, directed.P.source), _diagonal([(len(b), len(b)) for b in directed.blocks])
-    elif bordered is not None:
+    elif bordered is not None and bordered.n_hubs:
         order, outlines = (bordered.P.source, bordered.Q.source), _with_border(bordered)
     else:
+        structure = found.structure
         order, outlines = (structure.P.source, structure.Q.source), _diagonal(structure.block_shapes.tolist())
     before, after = densities(edges, limits, [stored, order], grid)
     if directed is not None:
         levels = _feedback_levels(weights, annealings[0], order[0], grid, row)
     else:
-        levels = _levels(weights, annealings[0], grid, row)
+        profile = level_profile(weights, name=row.name) if found.profile is None else found.profile
+        levels = _levels(profile, weights, annealings[0], grid, row)
     return View(row, before, after, outlines, _histogram(annealings), levels, directed)
 
 
-def _one_matrix(layer: Layer, annealings: list[Annealing]) -> Any:
+def _one_matrix(layer: Layer, annealings: Sequence[Annealing]) -> Any:
     """|w| between neurons: the largest over gates, or over the places of a kernel, where there are several."""
     if layer.feedback:
         return np.maximum.reduce([_magnitude(a.matrix) for a in annealings])
@@ -126,7 +118,7 @@ def _one_matrix(layer: Layer, annealings: list[Annealing]) -> Any:
     return spread.reshape(len(weight), -1)
 
 
-def _edges(layer: Layer, annealings: list[Annealing]) -> tuple[Any, Any]:
+def _edges(layer: Layer, annealings: Sequence[Annealing]) -> tuple[Any, Any]:
     """What is kept, as a matrix and its limits."""
     if layer.feedback:
         return np.logical_or.reduce([np.asarray(a.mask) for a in annealings]), 0.5
@@ -134,13 +126,6 @@ def _edges(layer: Layer, annealings: list[Annealing]) -> tuple[Any, Any]:
     if layer.kernel:
         return channel_mask(np.asarray(a.mask), int(np.prod(layer.kernel)), layer.groups or 1), 0.5
     return a.matrix, a.threshold if a.column_thresholds is None else a.column_thresholds
-
-
-def _bordered(row: MatrixAnalysis, edges: Any, limits: Any, name: str) -> BorderedStructure | None:
-    """The hubs that the analysis found, found again with their blocks."""
-    if row.hubs is None or not row.hubs["separates"] or not row.hubs["count"]:
-        return None
-    return hubs(edges, threshold=limits, max_hubs=FEW_HUBS, name=name)
 
 
 def _diagonal(shapes: list[Any]) -> list[Outline]:
@@ -160,8 +145,7 @@ def _with_border(bordered: BorderedStructure) -> list[Outline]:
     return _diagonal(structure.block_shapes.tolist()) + borders
 
 
-def _levels(weights: Any, a: Annealing, grid: int, row: MatrixAnalysis) -> Levels:
-    profile = level_profile(weights, name=row.name)
+def _levels(profile: LevelProfile, weights: Any, a: Annealing, grid: int, row: MatrixAnalysis) -> Levels:
     order = level_order(profile)
     every = profile.thresholds
     chosen = every[np.unique(np.linspace(0, len(every) - 1, min(len(every), _STOPS - 1)).round().astype(int))]
@@ -193,7 +177,7 @@ def _feedback_levels(weights: np.ndarray, a: Annealing, order: np.ndarray, grid:
     return Levels(thresholds, levels, kept, row.rows * row.cols, cells, nothing, nothing.astype(bool), counts, start)
 
 
-def _histogram(annealings: list[Annealing]) -> WeightHistogram:
+def _histogram(annealings: Sequence[Annealing]) -> WeightHistogram:
     """Signed weights of all gates, between the outermost of them and at most eight thresholds out."""
     sample = np.concatenate([s for a in annealings for s in _sampled(a.matrix, _SAMPLE // len(annealings))])
     threshold = float(np.median([a.threshold for a in annealings]))
