@@ -205,6 +205,17 @@ def load_block(path: str | os.PathLike[str], layer: str, block: int) -> LoadedBl
     block is its kernel; its rows and columns are channels. Rows and columns are neurons of the dense model, whatever
     was folded. Only this block is read, and index tables of O(n); the hash of the weights, for which all of them would
     be read, is not compared.
+
+    Args:
+        path: the folder that `save` wrote.
+        layer: the name of the layer.
+        block: its number, from 0.
+
+    Returns:
+        A `LoadedBlock`: y[rows] = weight @ x[columns] + bias.
+
+    Raises:
+        CheckpointError: there is no such layer or block, or the folder is damaged.
     """
     folder = Path(path)
     manifest = read_manifest(folder)

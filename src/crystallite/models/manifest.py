@@ -49,9 +49,20 @@ _FIELDS: dict[str, type | tuple[type, ...]] = {
 def read_manifest(path: str | os.PathLike[str]) -> dict[str, Any]:
     """What `save` wrote about a model, checked to be complete. The weights are not read where there is a manifest.
 
-    >>> read_manifest("nowhere")
-    Traceback (most recent call last):
-    crystallite.core.errors.CheckpointError: nowhere: expected a folder that crystallite saved, found no manifest.json
+    Args:
+        path: the folder.
+
+    Returns:
+        The manifest, as plain values.
+
+    Raises:
+        CheckpointError: no such folder, another version, or a field that is missing or of another type.
+
+    Examples:
+        >>> read_manifest("nowhere")
+        Traceback (most recent call last):
+        crystallite.core.errors.CheckpointError: nowhere: expected a folder that crystallite saved, found no
+        manifest.json
     """
     folder = Path(path)
     file = folder / MANIFEST
@@ -98,7 +109,17 @@ def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
 def attach_verdict(path: str | os.PathLike[str], verdict: dict[str, Any]) -> None:
     """Write a validation's verdict into a saved model's manifest, bound to the weights as they lie there.
 
-    `verdict` holds plain JSON values. An earlier verdict is replaced; the manifest changes at once or not at all.
+    An earlier verdict is replaced; the manifest changes at once or not at all.
+
+    Args:
+        path: the folder.
+        verdict: plain JSON values, such as `Verdict.to_json()`.
+
+    Returns:
+        Nothing.
+
+    Raises:
+        CheckpointError: the folder is damaged, or its weights are not those that the manifest names.
     """
     folder = Path(path)
     manifest = read_manifest(folder)
@@ -148,8 +169,18 @@ def source_sha256(source: nn.Module | Mapping[str, Any] | str | os.PathLike[str]
 
     Of tensors that share their data the first counts.
 
-    >>> source_sha256({"a": torch.ones(2)}) == source_sha256({"a": torch.zeros(2)})
-    False
+    Args:
+        source: a model, a state dict, a file or a folder.
+
+    Returns:
+        The hash, in hexadecimal.
+
+    Raises:
+        CheckpointError: a file that cannot be read as weights.
+
+    Examples:
+        >>> source_sha256({"a": torch.ones(2)}) == source_sha256({"a": torch.zeros(2)})
+        False
     """
     digest = hashlib.sha256()
     with open_checkpoint(source) as checkpoint:

@@ -304,9 +304,20 @@ class Record:
 def record(model: nn.Module) -> Record:
     """What `reorganize`, `compress` or `upgrade` did to a model.
 
-    >>> record(nn.Linear(2, 2))
-    Traceback (most recent call last):
-    crystallite.core.errors.InvalidOption: this model was not made by reorganize, compress or upgrade; pass their result
+    Args:
+        model: what one of them returned, or what `load` opened.
+
+    Returns:
+        The `Record`: one `LayerChange` for each layer, and the options of the method.
+
+    Raises:
+        InvalidOption: a model that none of them made.
+
+    Examples:
+        >>> record(nn.Linear(2, 2))
+        Traceback (most recent call last):
+        crystallite.core.errors.InvalidOption: this model was not made by reorganize, compress or upgrade; pass their
+        result
     """
     found = find_record(model)
     if found is None:

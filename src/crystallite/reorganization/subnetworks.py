@@ -65,16 +65,24 @@ class Subnetworks(nn.Module):
 def subnetworks(model: nn.Module) -> Subnetworks:
     """A reorganized model that separates end to end, as independent networks and the step that joins them.
 
-    For a model that is one block operator, or an `nn.Sequential` of one and modules without weights.
+    Args:
+        model: one block operator, or an `nn.Sequential` of one and modules without weights.
 
-    >>> from crystallite import reorganize
-    >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
-    >>> with torch.no_grad():
-    ...     model[0].weight[:2, 2:] = model[0].weight[2:, :2] = 0
-    ...     model[2].weight[0, 2:] = model[2].weight[1, :2] = 0
-    >>> networks = subnetworks(reorganize(model, level=None, only_if_faster=False))
-    >>> [part[0].in_features for part in networks.parts], torch.cat(networks.outputs).sort().values.tolist()
-    ([2, 2], [0, 1])
+    Returns:
+        The networks, which share no neuron, as one module that runs them side by side.
+
+    Raises:
+        InvalidOption: another kind of model, or one that does not separate end to end.
+
+    Examples:
+        >>> from crystallite import reorganize
+        >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+        >>> with torch.no_grad():
+        ...     model[0].weight[:2, 2:] = model[0].weight[2:, :2] = 0
+        ...     model[2].weight[0, 2:] = model[2].weight[1, :2] = 0
+        >>> networks = subnetworks(reorganize(model, level=None, only_if_faster=False))
+        >>> [part[0].in_features for part in networks.parts], torch.cat(networks.outputs).sort().values.tolist()
+        ([2, 2], [0, 1])
     """
     modules = list(model) if type(model) is nn.Sequential else [model]
     with_weights = [i for i, module in enumerate(modules) if any(True for _ in module.parameters())]

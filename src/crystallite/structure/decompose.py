@@ -53,17 +53,27 @@ def decompose(
 ) -> BipartiteStructure | DirectedStructure:
     """The blocks of a mask, or of the entries |w| ≥ threshold of a weight matrix (nonzero entries without one).
 
-    kind: "bipartite" for feed-forward matrices, whose rows and columns are different neurons (paper, section 7);
-        "directed" for square feedback matrices, W(i, j) ≠ 0 ⇔ j → i (section 8).
-    engine: "graph" streams the matrix once at memory speed; "matrix" is the paper's Boolean algebra on torch tensors,
-        on whatever device the matrix is. Both give equal structures.
-    threshold: one number ≥ 0, or one per column. The weights are compared where they lie: no mask is built.
+    The graph engine needs O(rows + cols) extra memory, or one bit per entry for kind="directed".
 
-    The graph engine needs O(rows + cols) extra memory, or one bit per entry for kind="directed". Arrays may be NumPy
-    (memory-mapped too) or torch, float64 to float8, of any strides. NaN and infinities are refused.
+    Args:
+        matrix: NumPy (memory-mapped too) or torch, float64 to float8, of any strides.
+        kind: "bipartite" for feed-forward matrices, whose rows and columns are different neurons (paper, section 7);
+            "directed" for square feedback matrices, W(i, j) ≠ 0 ⇔ j → i (section 8).
+        engine: "graph" streams the matrix once at memory speed; "matrix" is the paper's Boolean algebra on torch
+            tensors, on whatever device the matrix is. Both give equal structures.
+        threshold: one number ≥ 0, or one per column. The weights are compared where they lie: no mask is built.
+        name: what errors call the matrix.
 
-    >>> decompose([[0.9, 0.0, 0.1], [0.0, 0.7, 0.0]], threshold=0.5)
-    BipartiteStructure(2×3: 2 blocks, largest 1×1, dormant 0 rows and 1 column)
+    Returns:
+        A `BipartiteStructure`, or a `DirectedStructure`.
+
+    Raises:
+        InvalidOption: an option outside the values it may take.
+        InvalidMatrix: NaN or infinity, a shape that does not fit the kind, or no numbers.
+
+    Examples:
+        >>> decompose([[0.9, 0.0, 0.1], [0.0, 0.7, 0.0]], threshold=0.5)
+        BipartiteStructure(2×3: 2 blocks, largest 1×1, dormant 0 rows and 1 column)
     """
     array = as_matrix(matrix, name)
     if kind not in ("bipartite", "directed"):

@@ -82,16 +82,29 @@ def hubs(
 
     Finding the smallest such set is NP-hard. Greedy: as long as the largest block is too large, set aside the neuron
     whose removal splits it best (an articulation point that cuts off a tenth or more), or else the one with the most
-    edges left; at the end every hub that is not needed after all goes back. max_hubs (default: 1 % of the neurons or
-    5 % of the shorter side, whichever is less, at least 4) bounds the search; noise with no structure needs far more,
-    and the result then says so. A graph of eight or more edges per neuron is given up at once if setting aside the
-    max_hubs neurons with the most edges does not do it: with so many edges no neuron of few is a bridge.
+    edges left; at the end every hub that is not needed after all goes back. A graph of eight or more edges per neuron
+    is given up at once if setting aside the max_hubs neurons with the most edges does not do it: with so many edges no
+    neuron of few is a bridge. O(max_hubs · edges) work, two bits per entry of memory.
 
-    O(max_hubs · edges) work, two bits per entry of memory.
+    Args:
+        matrix: as for `decompose`.
+        threshold: as for `decompose`.
+        largest_share: of the neurons that a block may hold at most.
+        max_hubs: bounds the search; None: 1 % of the neurons or 5 % of the shorter side, whichever is less, at least 4.
+            Noise with no structure needs far more, and the result then says so.
+        name: what errors call the matrix.
 
-    >>> w = np.zeros((7, 6)); w[:3, :3] = w[3:6, 3:] = 1; w[6] = 1
-    >>> hubs(w)
-    BorderedStructure(7×6: border of 1 row and 0 columns, 2 blocks, largest 46% of the neurons)
+    Returns:
+        A `BorderedStructure`: the hubs, and the blocks that are left without them.
+
+    Raises:
+        InvalidOption: an option outside the values it may take.
+        InvalidMatrix: NaN or infinity, or no numbers.
+
+    Examples:
+        >>> w = np.zeros((7, 6)); w[:3, :3] = w[3:6, 3:] = 1; w[6] = 1
+        >>> hubs(w)
+        BorderedStructure(7×6: border of 1 row and 0 columns, 2 blocks, largest 46% of the neurons)
     """
     if not (isinstance(largest_share, (int, float)) and 0 < largest_share <= 1):
         raise InvalidOption(f"largest_share must lie in (0, 1], got {largest_share!r}")

@@ -172,26 +172,41 @@ def sweep(
 ) -> Sweep:
     """Every level's exact reorganization beside the original: what is kept, what it falls into, what that costs.
 
-    - `levels`: numbers in (0, 1), "percolation", or "bonferroni" (0.01 shared out over the weights of each matrix);
-      default: half decades from 0.1 to 1e-6 and these two.
-    - `rule`: "both", "neyman", or both of them to compare.
-    - `alpha`: of the random-walk test, or several to compare; `delta0`, `tau`: its first bandwidth and its step.
-    - `data`, `metric`, and the rules of acceptance: as for `validate`; the rest as for `reorganize`.
-
     Recommended is the acceptable level with the fewest multiply-adds, if any saves some and is not next to a jump of
     outputs or structure (with four levels or more); the model at that level is built, checked against the annealed
     one, and kept as `reorganized`, and the recommendation describes that model. A level that is not recommended costs
     one forward pass and two passes over the weights: its function is that of the dense model with annealed weights.
 
-    >>> import torch
-    >>> _ = torch.manual_seed(0)
-    >>> model = nn.Linear(64, 64)
-    >>> with torch.no_grad():
-    ...     _ = model.weight.mul_(1e-3).add_(torch.block_diag(*torch.randn(4, 16, 16).sign()))
-    >>> options = {"rule": "neyman", "null": nulls.Uniform(2e-4), "only_if_faster": False}
-    >>> found = sweep(model, torch.randn(64, 64), [1e-2, "bonferroni"], **options)
-    >>> [point.blocks for point in found.points], found.recommended.name
-    ([(4,), (4,)], '0.01')
+    Args:
+        model: the original; it is not changed.
+        data, metric: as for `validate`.
+        levels: numbers in (0, 1), "percolation", or "bonferroni" (0.01 shared out over the weights of each matrix);
+            None: half decades from 0.1 to 1e-6 and these two.
+        rule: "both", "neyman", or both of them to compare.
+        null, correction, random_walk, targets, ignore, only_if_faster: as for `reorganize`.
+        alpha: of the random-walk test, or several to compare.
+        delta0, tau: its first bandwidth and its step.
+        max_drop, min_agreement, max_relative_deviation, quantile, confidence: when a level is acceptable, as for
+            `validate`.
+        progress: a bar on standard error.
+
+    Returns:
+        A `Sweep`: a point for every level and rule, the jumps between them, and the recommendation.
+
+    Raises:
+        InvalidOption: an option outside the values it may take, or a pattern that matches no layer; it names the
+            nearest.
+
+    Examples:
+        >>> import torch
+        >>> _ = torch.manual_seed(0)
+        >>> model = nn.Linear(64, 64)
+        >>> with torch.no_grad():
+        ...     _ = model.weight.mul_(1e-3).add_(torch.block_diag(*torch.randn(4, 16, 16).sign()))
+        >>> options = {"rule": "neyman", "null": nulls.Uniform(2e-4), "only_if_faster": False}
+        >>> found = sweep(model, torch.randn(64, 64), [1e-2, "bonferroni"], **options)
+        >>> [point.blocks for point in found.points], found.recommended.name
+        ([(4,), (4,)], '0.01')
     """
     chosen = [rule] if isinstance(rule, str) else list(rule)
     for each in chosen or [""]:
