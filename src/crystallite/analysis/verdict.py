@@ -65,7 +65,7 @@ def _finding_in_words(row: MatrixAnalysis) -> str:
     if row.finding == "noise":
         return (
             f"{row.kept} weights are kept where noise alone would keep {row.expected_false_edges:.0f}: at level "
-            f"{row.level:.2g} this matrix cannot be told from its initialisation ({row.null})."
+            f"{row.level:.2g} this matrix cannot be distinguished from its initialisation ({row.null})."
         )
     if row.finding == "sparse":
         return f"Only {row.kept} weights are kept at level {row.level:.2g}: {blocks}, {largest}; {dormant}."

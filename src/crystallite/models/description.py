@@ -199,7 +199,7 @@ def _transformers_name(module: nn.Module) -> str:
 
 
 def _settings(module: nn.Module) -> dict[str, Any]:
-    """What the constructor was told, in a form that can be compared."""
+    """What the constructor was given, in a form that can be compared."""
 
     def comparable(value: Any) -> Any:
         if isinstance(value, partial):

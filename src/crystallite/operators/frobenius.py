@@ -53,7 +53,7 @@ class Maps(NamedTuple):
 
 @dataclass(frozen=True)
 class FrobeniusForm:
-    """The sizes of a recurrent layer in Frobenius form; which units they are is told by the `Maps`.
+    """The sizes of a recurrent layer in Frobenius form; which units they are is said by the `Maps`.
 
     Gate values of a block lie together: those of gate g of the unit at position u, in block b, at column
     gates·first(b) + g·size(b) + u − first(b).

@@ -100,7 +100,7 @@ def _json(value: Any) -> str:
 
 
 def _most_telling(rows: Sequence[MatrixAnalysis]) -> int:
-    """The layer to open first: the best finding; embeddings are told apart by rows, so rather not one of them."""
+    """The layer to open first: the best finding; embeddings are distinguished by rows, so rather not one of them."""
     order = list(FINDINGS)
     return min(range(len(rows)), key=lambda i: (order.index(rows[i].finding), rows[i].kind == "embedding"), default=0)
 
