@@ -69,6 +69,7 @@ def mask_gradients(model: nn.Module, masks: Mapping[str, Tensor] | None = None) 
     masks: bool by parameter name; by default the nonzeros of every parameter that is a matrix and has zeros. Pruned
     weights then have gradient 0 from the first step on, so moments of optimizers stay 0 and the weights stay zero.
 
+    >>> import torch
     >>> layer = nn.Linear(2, 1, bias=False)
     >>> with torch.no_grad():
     ...     layer.weight[0, 1] = 0
