@@ -41,6 +41,31 @@ def test_analyze_json(checkpoint, capsys):
     assert result["skipped"] == {"encoder.norm.weight": "norm"}
 
 
+@pytest.mark.parametrize("words", [["--alpha", "0.2"], ["--delta0", "0.5"], ["--tau", "0.1"]])
+def test_the_random_walk_options_reach_the_functions(tmp_path, words, capsys):
+    """Of analyze, report and reorganize: another result than by default, and the one that Python gives."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64))
+    model[0].weight.data[:16, :16] *= 3
+    save_file(model.state_dict(), tmp_path / "a.safetensors")
+    (tmp_path / "made.py").write_text("from torch import nn\nbuild = lambda: nn.Sequential(nn.Linear(64, 64))\n")
+    source, weights = str(tmp_path / "a.safetensors"), ["--weights", str(tmp_path / "a.safetensors")]
+    common = ["--level", "0.2", "--random-walk", "literal"]
+    python = {"level": 0.2, "random_walk": "literal", words[0][2:]: float(words[1])}
+    made = {}
+    for name, extra in (("default", []), ("given", words)):
+        assert main(["analyze", source, "--json", *common, *extra]) == 0
+        analysis = json.loads(capsys.readouterr().out)["matrices"][0]
+        page, out = tmp_path / f"{name}.html", str(tmp_path / name)
+        assert main(["report", source, "--out", str(page), *common, *extra]) == 0
+        factory = f"{tmp_path / 'made.py'}:build"
+        assert main(["reorganize", factory, *weights, "--out", out, "--even-if-slower", *common, *extra]) in (0, 1)
+        made[name] = analysis, page.read_text(), capsys.readouterr().out
+    assert made["default"][0] != made["given"][0]
+    assert made["default"][1] != made["given"][1]
+    assert made["given"][0] == json.loads(json.dumps(cx.analyze(source, **python).to_json()))["matrices"][0]
+
+
 @pytest.mark.parametrize("command", ["analyze", "reorganize", "export", "demo"])
 def test_help_shows_an_example(command, capsys):
     with pytest.raises(SystemExit) as stop:
