@@ -41,29 +41,25 @@ def test_analyze_json(checkpoint, capsys):
     assert result["skipped"] == {"encoder.norm.weight": "norm"}
 
 
-@pytest.mark.parametrize("words", [["--alpha", "0.2"], ["--delta0", "0.5"], ["--tau", "0.1"]])
-def test_the_random_walk_options_reach_the_functions(tmp_path, words, capsys):
-    """Of analyze, report and reorganize: another result than by default, and the one that Python gives."""
+@pytest.mark.parametrize("option", [{"alpha": 0.2}, {"delta0": 0.5}, {"tau": 0.1}])
+def test_the_random_walk_is_set_for_analyze_and_report(tmp_path, option, capsys):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 64))
-    model[0].weight.data[:16, :16] *= 3
-    save_file(model.state_dict(), tmp_path / "a.safetensors")
-    (tmp_path / "made.py").write_text("from torch import nn\nbuild = lambda: nn.Sequential(nn.Linear(64, 64))\n")
-    source, weights = str(tmp_path / "a.safetensors"), ["--weights", str(tmp_path / "a.safetensors")]
-    common = ["--level", "0.2", "--random-walk", "literal"]
-    python = {"level": 0.2, "random_walk": "literal", words[0][2:]: float(words[1])}
-    made = {}
-    for name, extra in (("default", []), ("given", words)):
-        assert main(["analyze", source, "--json", *common, *extra]) == 0
-        analysis = json.loads(capsys.readouterr().out)["matrices"][0]
-        page, out = tmp_path / f"{name}.html", str(tmp_path / name)
-        assert main(["report", source, "--out", str(page), *common, *extra]) == 0
-        factory = f"{tmp_path / 'made.py'}:build"
-        assert main(["reorganize", factory, *weights, "--out", out, "--even-if-slower", *common, *extra]) in (0, 1)
-        made[name] = analysis, page.read_text(), capsys.readouterr().out
-    assert made["default"][0] != made["given"][0]
-    assert made["default"][1] != made["given"][1]
-    assert made["given"][0] == json.loads(json.dumps(cx.analyze(source, **python).to_json()))["matrices"][0]
+    weight = nn.Linear(64, 64).weight.detach()
+    weight[:16, :16] *= 3
+    path, page = str(tmp_path / "a.safetensors"), tmp_path / "a.html"
+    save_file({"layer.weight": weight}, path)
+    common = [path, "--level", "0.2", "--random-walk", "literal", "--json"]
+    kept = []
+    for words in ([], [word for name, value in option.items() for word in (f"--{name}", str(value))]):
+        assert main(["analyze", *common, *words]) == 0
+        kept.append(json.loads(capsys.readouterr().out)["matrices"][0]["kept_share"])
+        assert main(["report", *common, *words, "--out", str(page)]) == 0
+        assert f'data-value="{kept[-1]}"' in page.read_text()
+        capsys.readouterr()
+        page.unlink()
+    assert kept[0] != kept[1]
+    expected = cx.analyze(path, level=0.2, random_walk="literal", **option)
+    assert kept[1] == expected.to_json()["matrices"][0]["kept_share"]
 
 
 @pytest.mark.parametrize("command", ["analyze", "reorganize", "export", "demo"])
@@ -128,6 +124,13 @@ def project(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", sys.path.copy())
     return name, model
+
+
+def test_the_random_walk_is_set_for_reorganize(project):
+    words = ["--out", "small", "--even-if-slower", "--alpha", "0.2", "--delta0", "0.5", "--tau", "0.1"]
+    assert main(["reorganize", f"{project[0]}:build", "--weights", "weights.pt", *words]) == 0
+    options = cx.read_manifest("small")["record"]["options"]
+    assert (options["alpha"], options["delta0"], options["tau"]) == (0.2, 0.5, 0.1)
 
 
 @pytest.mark.parametrize("factory", ["build", "Inner.build"])
