@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from crystallite.core.tables import Table
     from crystallite.discovery import Modules, discover
     from crystallite.export.onnx import Exported, export
-    from crystallite.models.artifact import LoadedBlock, load, load_block, save
+    from crystallite.models.artifact import load, save
+    from crystallite.models.block_loading import LoadedBlock, load_block
     from crystallite.models.manifest import attach_verdict, read_manifest, source_sha256
     from crystallite.models.record import CompressedOptions, ExactOptions, LayerChange, Record, UpgradedOptions, record
     from crystallite.models.summary import summary
@@ -126,7 +127,8 @@ _HOME = {
         "core.tables": "Table",
         "discovery": "Modules discover",
         "export.onnx": "Exported export",
-        "models.artifact": "LoadedBlock load load_block save",
+        "models.artifact": "load save",
+        "models.block_loading": "LoadedBlock load_block",
         "models.manifest": "attach_verdict read_manifest source_sha256",
         "models.record": "CompressedOptions ExactOptions LayerChange Record UpgradedOptions record",
         "models.summary": "summary",

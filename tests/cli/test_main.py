@@ -41,6 +41,27 @@ def test_analyze_json(checkpoint, capsys):
     assert result["skipped"] == {"encoder.norm.weight": "norm"}
 
 
+@pytest.mark.parametrize("option", [{"alpha": 0.2}, {"delta0": 0.5}, {"tau": 0.1}])
+def test_the_random_walk_is_set_for_analyze_and_report(tmp_path, option, capsys):
+    torch.manual_seed(0)
+    weight = nn.Linear(64, 64).weight.detach()
+    weight[:16, :16] *= 3
+    path, page = str(tmp_path / "a.safetensors"), tmp_path / "a.html"
+    save_file({"layer.weight": weight}, path)
+    common = [path, "--level", "0.2", "--random-walk", "literal", "--json"]
+    kept = []
+    for words in ([], [word for name, value in option.items() for word in (f"--{name}", str(value))]):
+        assert main(["analyze", *common, *words]) == 0
+        kept.append(json.loads(capsys.readouterr().out)["matrices"][0]["kept_share"])
+        assert main(["report", *common, *words, "--out", str(page)]) == 0
+        assert f'data-value="{kept[-1]}"' in page.read_text()
+        capsys.readouterr()
+        page.unlink()
+    assert kept[0] != kept[1]
+    expected = cx.analyze(path, level=0.2, random_walk="literal", **option)
+    assert kept[1] == expected.to_json()["matrices"][0]["kept_share"]
+
+
 @pytest.mark.parametrize("command", ["analyze", "reorganize", "export", "demo"])
 def test_help_shows_an_example(command, capsys):
     with pytest.raises(SystemExit) as stop:
@@ -103,6 +124,13 @@ def project(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", sys.path.copy())
     return name, model
+
+
+def test_the_random_walk_is_set_for_reorganize(project):
+    words = ["--out", "small", "--even-if-slower", "--alpha", "0.2", "--delta0", "0.5", "--tau", "0.1"]
+    assert main(["reorganize", f"{project[0]}:build", "--weights", "weights.pt", *words]) == 0
+    options = cx.read_manifest("small")["record"]["options"]
+    assert (options["alpha"], options["delta0"], options["tau"]) == (0.2, 0.5, 0.1)
 
 
 @pytest.mark.parametrize("factory", ["build", "Inner.build"])

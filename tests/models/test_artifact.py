@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections import OrderedDict
 
 import pytest
 import torch
@@ -14,12 +13,9 @@ from torch import nn
 import crystallite as cx
 from crystallite.models import artifact
 from crystallite.models.record import ExactOptions, Fold, LayerChange, OperatorRecord, Record
-from crystallite.operators.low_rank import LowRankLinear
 from tests.helpers.artifacts import edit_manifest, in_blocks, sequential_network
-from tests.helpers.block_models import block_convolution
 from tests.helpers.planted.chain import planted
 from tests.helpers.planted.linear import pair
-from tests.helpers.tolerance import assert_close
 
 
 class Network(nn.Module):
@@ -169,113 +165,6 @@ def test_loading_holds_blocks_and_index_tables_only(tmp_path):
         assert value.numel() <= n, name
 
 
-@pytest.mark.parametrize("kind", ["equal", "ragged", "dormant", "wide and tall"])
-@pytest.mark.parametrize("bias", [True, False])
-def test_one_block_of_a_layer(tmp_path, kind, bias):
-    dense, blocks = pair(kind, bias=bias)
-    model = nn.Sequential(nn.Sequential(blocks), nn.LayerNorm(60))
-    cx.save(model, tmp_path / "a")
-    _assert_made_of(dense, [cx.load_block(tmp_path / "a", "0.0", i) for i in range(blocks.n_blocks)])
-    for wrong in (blocks.n_blocks, -1):
-        with pytest.raises(cx.CheckpointError, match=f"no block {wrong}"):
-            cx.load_block(tmp_path / "a", "0.0", wrong)
-    for name in ("1", "nothing", "", "0.0.layers.0"):
-        with pytest.raises(cx.CheckpointError, match="name of a BlockLinear"):
-            cx.load_block(tmp_path / "a", name, 0)
-
-
-@pytest.mark.parametrize("shared", [True, False])
-def test_one_block_of_a_chain(tmp_path, shared):
-    layers = planted((12, 24, 18, 8), 3, dead=0.2, shared=shared)
-    chain = cx.BlockChain.from_dense(layers, [nn.ReLU(), nn.ReLU()])
-    cx.save(nn.Sequential(chain), tmp_path / "a")
-    for depth, layer in enumerate(layers):
-        count = cx.decompose(layer.weight.detach()).n_blocks
-        found = [cx.load_block(tmp_path / "a", f"0.layers.{depth}", i) for i in range(count)]
-        _assert_made_of(layer, found)
-        with pytest.raises(cx.CheckpointError, match=f"no block {count}"):
-            cx.load_block(tmp_path / "a", f"0.layers.{depth}", count)
-
-
-def _assert_made_of(dense, blocks):
-    """y[rows] = weight @ x[columns] + bias for all blocks is the layer, up to the rows that read nothing."""
-    weight = torch.zeros_like(dense.weight)
-    for block in blocks:
-        weight[block.rows[:, None], block.columns] += block.weight
-        assert (block.bias is None) == (dense.bias is None)
-        assert block.bias is None or torch.equal(block.bias, dense.bias[block.rows])
-    assert torch.equal(weight, dense.weight)
-
-
-def test_blocks_have_the_neurons_of_the_dense_model_whatever_was_folded(tmp_path):
-    class Folded(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.second = planted((12, 24, 12), 3, seed=1, dtype=torch.float32)
-            self.net = nn.Sequential(*planted((12, 24, 12), 3, seed=2, dtype=torch.float32))
-            self.last = planted((12, 12), 3, seed=3, dtype=torch.float32)[0]
-
-        def forward(self, x):
-            return self.last(torch.tanh(self.net(torch.tanh(self.second(torch.tanh(self.first(x)))))))
-
-    model = Folded()
-    small = cx.reorganize(model, level=None, only_if_faster=False)
-    assert isinstance(small.net[0], cx.BlockChain)
-    moved = {name for fold in small.reorganization.folds for name, _ in fold.places}
-    assert moved >= {"first.weight", "second.weight", "net.0.weight", "net.1.weight", "last.weight"}
-    folder = cx.save(small, tmp_path / "a")
-    stored = {"first": "first", "second": "second", "net.0": "net.0.layers.0", "net.1": "net.0.layers.1"}
-    for name, layer in stored.items():
-        _assert_made_of(model.get_submodule(name), [cx.load_block(folder, layer, i) for i in range(3)])
-
-
-@pytest.mark.parametrize("name", ["7", "layers.0", "part.layers.12"])
-def test_blocks_of_layers_named_by_a_digit(tmp_path, name):
-    dense, blocks = pair("equal")
-    model: nn.Module = blocks
-    for part in reversed(name.split(".")):
-        model = nn.Sequential(OrderedDict([(part, model)]))
-    cx.save(model, tmp_path / "a")
-    _assert_made_of(dense, [cx.load_block(tmp_path / "a", name, i) for i in range(blocks.n_blocks)])
-
-
-@pytest.mark.parametrize("kind", [nn.Conv1d, nn.Conv2d])
-def test_blocks_of_a_convolution(tmp_path, kind):
-    dense = block_convolution(kind, 12, 18, 3, 0)
-    small = cx.BlockConv.from_dense(dense)
-    cx.save(nn.Sequential(small), tmp_path / "a")
-    count = sum(part.groups for part in small.parts)
-    assert count == 3
-    _assert_made_of(dense, [cx.load_block(tmp_path / "a", "0", i) for i in range(count)])
-    with pytest.raises(cx.CheckpointError, match=f"no block {count}"):
-        cx.load_block(tmp_path / "a", "0", count)
-
-
-def test_a_layer_that_stayed_whole_is_one_block(tmp_path):
-    _, blocks = pair("equal")
-    down, up = nn.Linear(60, 4, bias=False), nn.Linear(4, 9)
-    cx.save(nn.Sequential(blocks, nn.Sequential(down, up)), tmp_path / "a")
-    for name, layer in (("1.0", down), ("1.1", up)):
-        _assert_made_of(layer, [cx.load_block(tmp_path / "a", name, 0)])
-        with pytest.raises(cx.CheckpointError, match="no block 1"):
-            cx.load_block(tmp_path / "a", name, 1)
-
-
-def test_progressive_inference_block_by_block(tmp_path):
-    """Each block as it comes adds its outputs; with the last the layer is complete. The example of docs/paper.md."""
-    dense, blocks = pair("ragged")
-    folder = cx.save(nn.Sequential(blocks), tmp_path / "a")
-    x = torch.randn(5, dense.in_features, dtype=dense.weight.dtype)
-    y = torch.zeros(5, dense.out_features, dtype=x.dtype) if dense.bias is None else dense.bias.detach().repeat(5, 1)
-    done = torch.zeros(dense.out_features, dtype=torch.bool)
-    for i in range(blocks.n_blocks):
-        block = cx.load_block(folder, "0", i)
-        y[:, block.rows] += x[:, block.columns] @ block.weight.T
-        done[block.rows] = True
-        assert_close(y[:, done], dense(x)[:, done])  # what is there is final
-    assert_close(y, dense(x))
-
-
 def test_frozen_parameters_stay_frozen(tmp_path):
     model = Network()
     model.first.weight.requires_grad_(False)
@@ -299,31 +188,6 @@ def test_encoders_run_the_same_kernels_when_loaded(tmp_path):
     cx.save(small, tmp_path / "a")
     again = cx.load(tmp_path / "a", into=encoder)
     assert (again.layers[0].activation_relu_or_gelu, again.use_nested_tensor) == (0, False)
-
-
-def test_a_block_of_nested_blocks(tmp_path):
-    _, blocks = pair("equal")
-    cx.save(nn.Sequential(LowRankLinear(blocks, nn.Linear(blocks.out_features, 2))), tmp_path / "a")
-    assert torch.equal(cx.load_block(tmp_path / "a", "0.down", 3).weight, blocks.weights[0][3])
-
-
-def test_a_block_is_read_without_the_others(tmp_path):
-    """All other weights are overwritten in the file: the block is still read, the model no more."""
-    _, blocks = pair("equal")
-    folder = cx.save(blocks, tmp_path / "a")
-    file = folder / "model.safetensors"
-    content, wanted = bytearray(file.read_bytes()), blocks.weights[0][2].detach()
-    start = content.index(wanted.numpy().tobytes())
-    stack = blocks.weights[0].detach().numpy().tobytes()
-    first = content.index(stack)
-    for i in range(first, first + len(stack)):
-        if not start <= i < start + wanted.nbytes:
-            content[i] ^= 0xFF
-    file.write_bytes(content)
-    assert torch.equal(cx.load_block(folder, "", 2).weight, wanted)
-    assert not torch.equal(cx.load_block(folder, "", 1).weight, blocks.weights[0][1])
-    with pytest.raises(cx.CheckpointError, match="not those the manifest"):
-        cx.load(folder)
 
 
 def test_a_source_is_known_again(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import crystallite as cx
-from crystallite.core.drawing import Label, Line, Raster
+from crystallite.core.drawing import Box, Label, Line, Raster
 from tests.helpers import paper
 
 SUBSCRIPTS = str.maketrans("₀₁₂₃₄₅₆₇₈₉⁰¹²³⁴⁵⁶⁷⁸⁹", "01234567890123456789")
@@ -87,6 +87,29 @@ def test_any_structure_can_be_drawn_and_shown(make):
         for number in re.findall(r' (?:x|y|cx|cy|width|height)="([^"]*)"', drawing.svg()):
             assert np.isfinite(float(number))
     assert s._repr_html_().startswith("<svg")
+
+
+def test_numbers_beside_a_circle_stay_inside_its_component():
+    blocks = np.kron(np.eye(8, dtype=bool), np.ones((16, 16), bool))
+    blocks[16:32, :16] = blocks[32:48, 16:32] = True
+    order = np.random.default_rng(0).permutation(128)
+    drawing = cx.decompose(blocks[order][:, order], kind="directed").plot()
+    walls = [shape.x + shape.width for shape in drawing.shapes if isinstance(shape, Box)]
+    beside = [s for s in drawing.shapes if isinstance(s, Label) and s.size == 10 and re.match(r"\d+[–,]", s.text)]
+    assert len(beside) == 16
+    for label in beside:
+        assert label.x + 6 * len(label.text) < min(wall for wall in walls if wall > label.x)
+
+
+def test_edges_past_many_layers_stay_inside_the_drawing():
+    drawing = cx.decompose(np.tri(60, k=-1), kind="directed").plot()
+    assert min(y for shape in drawing.shapes if isinstance(shape, Line) for _, y in shape.points) >= 0
+
+
+def test_names_have_a_halo_where_they_stand_on_entries():
+    s = cx.decompose(paper.M_PRIME)
+    assert s.plot(paper.M_PRIME).svg().count('paint-order="stroke"') == 4  # three blocks and the zero block
+    assert 'stroke="var(--paper)"' in s.plot(paper.M_PRIME).svg(page=True)
 
 
 def test_files_and_notebooks(tmp_path):

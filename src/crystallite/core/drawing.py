@@ -35,6 +35,7 @@ PALETTE = {
 }
 SERIES = ("blue", "red", "green", "amber", "purple", "teal")
 _SCALE = 3  # pixels per unit of a PNG
+_HALO = 3  # width of the line around text
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class Dot:
 
 @dataclass(frozen=True)
 class Label:
-    """Text whose baseline starts, is centred or ends at (x, y)."""
+    """Text whose baseline starts, is centred or ends at (x, y); `halo` keeps what lies below it at a distance."""
 
     x: float
     y: float
@@ -80,6 +81,7 @@ class Label:
     colour: str = "muted"
     anchor: str = "start"
     size: float = 11.0
+    halo: bool = False
 
 
 @dataclass(frozen=True)
@@ -175,7 +177,9 @@ def _svg(shape: Shape, page: bool) -> str:
         return f"<rect {place} {paint}/>"
     if isinstance(shape, Label):
         where = f'x="{_n(shape.x)}" y="{_n(shape.y)}" font-size="{_n(shape.size)}" text-anchor="{shape.anchor}"'
-        return f'<text {where} fill="{colour}">{escape(shape.text)}</text>'
+        paper = "var(--paper)" if page else PALETTE["paper"]
+        halo = f' stroke="{paper}" stroke-width="{_HALO}" paint-order="stroke"' if shape.halo else ""
+        return f'<text {where} fill="{colour}"{halo}>{escape(shape.text)}</text>'
     path = "M" + "L".join(f"{_n(x)} {_n(y)}" for x, y in shape.points)
     faint = f' opacity="{shape.opacity}"' if shape.opacity < 1 else ""
     if shape.closed:
@@ -199,7 +203,8 @@ def _paint(brush: Any, shape: Line | Box | Dot | Label, fonts: Any) -> None:
     elif isinstance(shape, Label):
         font = _font(fonts, round(shape.size * _SCALE))
         anchor = {"start": "ls", "middle": "ms", "end": "rs"}[shape.anchor]
-        brush.text((shape.x * _SCALE, shape.y * _SCALE), shape.text, fill=colour, font=font, anchor=anchor)
+        halo = {"stroke_width": _HALO * _SCALE // 2, "stroke_fill": _rgb("paper")} if shape.halo else {}
+        brush.text((shape.x * _SCALE, shape.y * _SCALE), shape.text, fill=colour, font=font, anchor=anchor, **halo)
     elif shape.closed:
         brush.polygon([(x * _SCALE, y * _SCALE) for x, y in shape.points], fill=colour)
     else:

@@ -5,8 +5,8 @@ manifest.json       what `models/manifest.py` says: the same for every folder th
 
 A model of a class of transformers' own becomes a transformers folder, with the same manifest beside `config.json`:
 `from_pretrained` reads it too, and `load` opens it as the class it was. So there is one kind of folder to validate,
-report and serve, and whoever has code for transformers needs no other. A block can be read without the others. The
-weights must have the hash that the manifest names, and so must a verdict.
+report and serve, and whoever has code for transformers needs no other. A block can be read without the others: see
+`models/block_loading.py`. The weights must have the hash that the manifest names, and so must a verdict.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import os
 import shutil
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +44,7 @@ from crystallite.models.record import ExactOptions, Record, find_record, set_rec
 from crystallite.models.transformers_folder import described_in_config, open_pretrained, write_config, write_pretrained
 from crystallite.weights.checkpoint import Checkpoint, open_checkpoint
 
-__all__ = ["LoadedBlock", "load", "load_block", "load_mapped", "save", "without_weights"]
+__all__ = ["load", "load_mapped", "save", "without_weights"]
 
 
 @suggest_keywords
@@ -188,125 +187,6 @@ def _opened(folder: Path, into: nn.Module | None, mapped: bool) -> nn.Module:
     return model.train(manifest["training"])
 
 
-@dataclass(frozen=True)
-class LoadedBlock:
-    """One sub-operator: y[rows] = weight @ x[columns] + bias."""
-
-    weight: Tensor
-    bias: Tensor | None
-    rows: Tensor
-    columns: Tensor
-
-
-def load_block(path: str | os.PathLike[str], layer: str, block: int) -> LoadedBlock:
-    """One block of a `BlockLinear`, a `BlockConv`, or a layer of a `BlockChain` ("name.layers.1"), as they are stored.
-
-    A layer that stayed one matrix, such as a factor of a low rank, is block 0 of itself. The weight of a convolution's
-    block is its kernel; its rows and columns are channels. Rows and columns are neurons of the dense model, whatever
-    was folded. Only this block is read, and index tables of O(n); the hash of the weights, for which all of them would
-    be read, is not compared.
-
-    Args:
-        path: the folder that `save` wrote.
-        layer: the name of the layer.
-        block: its number, from 0.
-
-    Returns:
-        A `LoadedBlock`: y[rows] = weight @ x[columns] + bias.
-
-    Raises:
-        CheckpointError: there is no such layer or block, or the folder is damaged.
-    """
-    folder = Path(path)
-    manifest = read_manifest(folder)
-    chain, number = layer, ""
-    described = _description_at(manifest["modules"], layer)
-    if described.get("type") not in ("BlockLinear", "BlockConv", "Linear"):  # a layer may have a digit for a name
-        chain, _, number = layer.rpartition(".layers.")
-        described = _description_at(manifest["modules"], chain) if number.isdigit() else {}
-        if described.get("type") != "BlockChain":
-            raise CheckpointError(
-                f"{folder}: expected the name of a BlockLinear, a BlockConv, a linear layer or a BlockChain's layer, "
-                f"got {layer!r:.80}"
-            )
-    of_conv, dense = described["type"] == "BlockConv", described["type"] == "Linear"
-    with open_checkpoint(weights_of(folder)) as checkpoint:
-
-        def table(name: str, at: Tensor, inverse: bool = False) -> Tensor:
-            """The entries of a table, or the places themselves where there is none."""
-            if name not in checkpoint.tensors:
-                return at
-            entries = _tensor(checkpoint, name)
-            return (torch.argsort(entries) if inverse else entries)[at]
-
-        prefix = f"{layer}." if layer else ""
-
-        def stored(stack: int) -> tuple[str, tuple[int, int, int]] | None:
-            """The name of a stack, and how many blocks of how many rows and columns it holds; None past the last."""
-            name = f"{prefix}parts.{stack}.weight" if of_conv else f"{prefix}weights.{stack}"
-            name = f"{prefix}weight" if dense and not stack else name
-            info = checkpoint.tensors.get(name)
-            if info is None:
-                return None
-            if not of_conv:
-                return name, (1, *info.shape) if dense else info.shape  # type: ignore[return-value]
-            groups = int(described["parts"][stack][2])
-            return name, (groups, info.shape[0] // groups, info.shape[1])
-
-        row = column = stack = 0
-        left = block
-        while (found := stored(stack)) and left >= found[1][0]:
-            count, height, width = found[1]
-            stack, left, row, column = stack + 1, left - count, row + count * height, column + count * width
-        if found is None or left < 0:
-            raise CheckpointError(f"{folder}: no block {block} in layer {layer!r:.80}")
-        _, height, width = found[1]
-        lines = torch.arange(row + left * height, row + (left + 1) * height)
-        reads = f"{prefix}{'inputs' if of_conv else 'columns'}"
-        columns = table(reads, torch.arange(column + left * width, column + (left + 1) * width))
-        rows = lines
-        if not number.isdigit():
-            rows = lines = table(f"{prefix}outputs", lines, inverse=True)
-        elif int(number) + 1 == len(described["layers"]):
-            rows = table(f"{chain}.outputs", lines, inverse=True)
-        else:
-            rows = table(f"{prefix}neurons", lines)
-        if number.isdigit() and int(number):
-            columns = table(f"{chain}.layers.{int(number) - 1}.neurons", columns)
-        bias = table(f"{prefix}bias", lines) if f"{prefix}bias" in checkpoint.tensors else None
-        whole = _tensor(checkpoint, found[0])
-        place = slice(left * height, (left + 1) * height)
-        weight = (whole[place] if of_conv else whole if dense else whole[left]).clone()
-    record = Record.from_plain(manifest["record"], folder / MANIFEST)
-    outputs, inputs = _folded(record, *((chain, int(number)) if number.isdigit() else (layer, 0)))
-    rows, columns = (at if order is None else order[at] for order, at in ((outputs, rows), (inputs, columns)))
-    return LoadedBlock(weight, bias, rows, columns)
-
-
-def _description_at(modules: dict[str, Any], name: str) -> dict[str, Any]:
-    """The description of a module, which may stand inside that of another; empty if there is none."""
-    inside: list[str] = []
-    while name not in modules and name:
-        name, _, place = name.rpartition(".")
-        inside.insert(0, place)
-    found: Any = modules.get(name, {})
-    for place in inside:
-        found = found.get("children", found) if isinstance(found, dict) else {}
-        found = found.get(place, {}) if isinstance(found, dict) else {}
-    return dict(found) if isinstance(found, dict) else {}
-
-
-def _folded(record: Record, name: str, number: int) -> list[Tensor | None]:
-    """The orders folded into the rows and columns of a layer: that of this name, or so many after it in a chain."""
-    names = [change.name for change in record.changes]
-    place = names.index(name) + number if name in names else len(names)
-    if place >= len(names):
-        return [None, None]
-    orders = {where: fold.order for fold in record.folds for where in fold.places}
-    axes = (1, 0) if record.changes[place].kind == "Conv1D" else (0, 1)
-    return [orders.get((f"{names[place]}.weight", axis)) for axis in axes]
-
-
 def _ties(state: Mapping[str, Tensor]) -> dict[str, str]:
     """name → the earlier name that holds the same memory."""
     seen: dict[Any, str] = {}
@@ -329,11 +209,6 @@ def _on_meta(value: Tensor) -> Tensor:
     return nn.Parameter(empty, value.requires_grad) if isinstance(value, nn.Parameter) else empty
 
 
-def _tensor(checkpoint: Checkpoint, name: str) -> Tensor:
-    """The stored tensor, mapped."""
-    return torch.as_tensor(checkpoint.read(name))
-
-
 def _fill(model: nn.Module, folder: Path, tied: dict[str, Any], checkpoint: Checkpoint, mapped: bool) -> None:
     """Give the model its weights after checking that every one is there, in its size and kind, and nothing else."""
     expected = {name: (tuple(v.shape), v.is_floating_point()) for name, v in model.state_dict().items()}
@@ -346,7 +221,7 @@ def _fill(model: nn.Module, folder: Path, tied: dict[str, Any], checkpoint: Chec
         wrong = min(set(stored.items()) ^ set(expected.items()))[0]
         came, wanted = (_size(sizes.get(wrong)) for sizes in (stored, expected))
         raise CheckpointError(f"{folder}: tensor {wrong!r:.80}: expected {wanted}, got {came}")
-    tensors = {name: _tensor(checkpoint, name) for name in stored if name not in tied}
+    tensors = {name: torch.as_tensor(checkpoint.read(name)) for name in stored if name not in tied}
     if not mapped:
         tensors = {name: value.clone() for name, value in tensors.items()}
     model.load_state_dict(tensors | {name: tensors[first] for name, first in tied.items()}, assign=True)

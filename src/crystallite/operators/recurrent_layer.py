@@ -23,7 +23,7 @@ from crystallite.operators.frobenius import Block, FrobeniusForm, Maps
 from crystallite.operators.runtime import recurrent_kernels as kernels
 from crystallite.operators.runtime.instructions import PANEL
 
-__all__ = ["GATES", "BlockRecurrentLayer", "Steps", "run_native"]
+__all__ = ["GATES", "BlockRecurrentLayer", "Steps", "from_panels", "run_native"]
 
 GATES = {"RNN_TANH": 1, "RNN_RELU": 1, "GRU": 3, "LSTM": 4}
 _KINDS = {mode: getattr(kernels, mode) for mode in GATES}
@@ -168,11 +168,11 @@ class BlockRecurrentLayer(nn.Module):
                     panels.copy_(_to_panels(lines.reshape(block.feedback, -1)))
         for i, weight in zip(self.form.hearing, self.communication_weights, strict=True):
             block = self.form.blocks[i]
-            weight.copy_(by_unit[:, _span(block)][:, :, self._sources_of(i)].flatten(0, 1))
+            weight.copy_(by_unit[:, _span(block)][:, :, self.sources_of(i)].flatten(0, 1))
         by_column = torch.empty_like(w_ih)
         by_column[self._gate_columns().flatten()] = w_ih.view(gates, hidden, -1)[:, self.order].flatten(0, 1)
         for i, weight in zip(range(len(self.form.inputs)), self.input_weights, strict=True):
-            weight.copy_(by_column[self._input_rows(i)][:, self._columns_of(i)])
+            weight.copy_(by_column[self._input_rows(i)][:, self.columns_of(i)])
         for mine, theirs in ((self.bias_ih, b_ih), (self.bias_hh, b_hh)):
             if mine is not None and theirs is not None:
                 mine[self._gate_columns()] = theirs.view(gates, hidden)[:, self.order]
@@ -186,7 +186,7 @@ class BlockRecurrentLayer(nn.Module):
         w_ih = self._dtype_and_device().new_zeros(gates * hidden, self.inputs)
         for i, weight in enumerate(self.input_weights):
             rows = torch.arange(gates * hidden, device=w_ih.device)[self._input_rows(i)]
-            w_ih = w_ih.index_put((rows[:, None], self._columns_of(i)), weight)
+            w_ih = w_ih.index_put((rows[:, None], self.columns_of(i)), weight)
         columns = self._dense_rows()
         return w_ih[columns], self.weight, *(bias[columns] for bias in self._biases())
 
@@ -217,24 +217,21 @@ class BlockRecurrentLayer(nn.Module):
             for i, panels in zip(stack, weight, strict=True):
                 block = self.form.blocks[i]
                 if inside[i] and block.feedback:
-                    lines = _from_panels(panels, gates * block.size).view(block.feedback, gates, block.size)
-                    own = dense[:, _span(block, first), _span(block, first)]
-                    if block.feedback == block.size:
-                        own.copy_(lines.permute(1, 2, 0))
-                    else:
-                        own.diagonal(dim1=1, dim2=2).copy_(lines[0])
+                    dense[:, _span(block, first), _span(block, first)] = from_panels(panels, gates, block)
         for i, weight in zip(self.form.hearing, self.communication_weights, strict=True):
             if inside[i]:
                 block = self.form.blocks[i]
                 heard = weight.view(gates, block.size, -1)
-                dense[:, _span(block, first)].index_copy_(2, self._sources_of(i) - first, heard)
+                dense[:, _span(block, first)].index_copy_(2, self.sources_of(i) - first, heard)
         component, rank = self.component[first:stop], self.rank[first:stop]
         return dense * ((component[:, None] == component) & (rank[:, None] >= rank))  # where small blocks share one
 
-    def _sources_of(self, block: int) -> Tensor:
+    def sources_of(self, block: int) -> Tensor:
+        """The positions that a block hears outside of it."""
         return self.sources[slice(*self._source_bounds[block])]
 
-    def _columns_of(self, input_block: int) -> Tensor:
+    def columns_of(self, input_block: int) -> Tensor:
+        """The inputs that an input block reads."""
         return self.columns[slice(*self._column_bounds[input_block])]
 
     def _input_rows(self, input_block: int) -> slice:
@@ -264,7 +261,7 @@ class BlockRecurrentLayer(nn.Module):
             given = data[:, :1]
             w_ih = data.new_zeros(gates * (stop - first), 1)
         else:
-            given = data.index_select(1, self._columns_of(reads))
+            given = data.index_select(1, self.columns_of(reads))
             w_ih = self.input_weights[reads].index_select(0, columns - gates * self.form.inputs[reads].first)
         weights = [w_ih, self._recurrent_between(first, stop).flatten(0, 1), *(b[columns] for b in self._biases())]
         initial = tuple(state[:, units] for state in states)
@@ -321,7 +318,7 @@ class BlockRecurrentLayer(nn.Module):
             torch.add(mine, bias[:, :-PANEL], out=gates[:, :-PANEL])
         column = 0
         for i, weight in enumerate(self.input_weights):
-            _add_product(bias, data, self._columns_of(i), weight.detach(), gates, column, threads)
+            _add_product(bias, data, self.columns_of(i), weight.detach(), gates, column, threads)
             column += len(weight)
         if self.inputs and column < form.gates * form.hidden:  # units that read nothing
             gates[:, column:] = bias[:, column:]
@@ -332,7 +329,7 @@ class BlockRecurrentLayer(nn.Module):
     def _hear(self, i: int, previous: Tensor, gates: Tensor, inner: Tensor, threads: int) -> None:
         """Add what a block hears from others: one product over the whole sequence."""
         block, weight = self.form.blocks[i], self.communication_weights[self.form.hearing.index(i)].detach()
-        sources = self._sources_of(i)
+        sources = self.sources_of(i)
         outer = 2 * block.size if self.mode == "GRU" else len(weight)
         _add_product(gates, previous, sources, weight[:outer], gates, self.form.gates * block.first, threads)
         if self.mode == "GRU":  # what goes into n is multiplied by r first
@@ -404,5 +401,7 @@ def _to_panels(lines: Tensor) -> Tensor:
     return padded.view(len(lines), -1, PANEL).transpose(0, 1)
 
 
-def _from_panels(panels: Tensor, width: int) -> Tensor:
-    return panels.transpose(0, 1).flatten(1)[:, :width]
+def from_panels(panels: Tensor, gates: int, block: Block) -> Tensor:
+    """(gates, units, units): what the units of a block hear from each other, or each from itself."""
+    lines = panels.transpose(0, 1).flatten(1)[:, : gates * block.size].view(-1, gates, block.size)
+    return lines.permute(1, 2, 0) if block.feedback == block.size else torch.diag_embed(lines[0])

@@ -27,7 +27,8 @@ _MOST_REGIONS = 400  # outlined
 _MOST_PARTS = 40  # of a condensation, drawn one by one
 _MOST_NAMES = 16  # edges whose names are written beside them
 _WIDEST = 1600  # so are those that would take more than this
-_SLOT, _ROW, _RADIUS = 124, 104, 24  # of a condensation: width of a part, height of a layer, size of a circle
+_SLOT, _ROW, _RADIUS = 124, 104, 24  # of a condensation: least width of a part, height of a layer, size of a circle
+_LETTER = 6.5  # width of a letter beside a circle
 _SUBSCRIPTS = str.maketrans("0123456789,", "₀₁₂₃₄₅₆₇₈₉,")
 
 
@@ -117,20 +118,17 @@ def condensation_figure(structure: DirectedStructure) -> Drawing:
     pairs = _communication(structure)
     for i, j in pairs:
         shapes += _arrow(places[j], places[i], f"U{_subscript(i + 1, j + 1)}" if len(pairs) <= _MOST_NAMES else "")
-    new = 1
-    for i, nodes in enumerate(parts):
+    for i, (nodes, (new, old)) in enumerate(zip(parts, _numbers(structure), strict=True)):
         x_i, y_i = places[i]
         shapes += [Dot(x_i, y_i, _RADIUS, "blue"), Dot(x_i, y_i, _RADIUS - 1.5, "paper")]
         shapes.append(Label(x_i, y_i - 2, f"S{_subscript(int(structure.scc[nodes[0]]) + 1)}", "ink", "middle", 13))
         shapes.append(Label(x_i, y_i + 13, f"D{_subscript(i + 1, i + 1)}", "blue", "middle", 10))
-        span = f"{new}–{new + len(nodes) - 1}" if len(nodes) > 1 else str(new)
-        shapes.append(Label(x_i + _RADIUS + 4, y_i - 3, span, "green", size=10))
-        shapes.append(Label(x_i + _RADIUS + 4, y_i + 11, _listed((nodes + 1).tolist(), 3), "muted", size=10))
-        new += len(nodes)
+        shapes.append(Label(x_i + _RADIUS + 4, y_i - 3, new, "green", size=10))
+        shapes.append(Label(x_i + _RADIUS + 4, y_i + 11, old, "muted", size=10))
     if isolated:
-        names = _listed((np.flatnonzero(structure.isolated) + 1).tolist(), 8)
+        names, start = _listed((np.flatnonzero(structure.isolated) + 1).tolist(), 8), structure.size - isolated + 1
         first, last = (_subscript(k, k) for k in (len(parts) + 1, len(parts) + isolated))
-        place = f"new {new}, D{first}" if isolated == 1 else f"new {new}–{structure.size}, D{first} to D{last}"
+        place = f"new {start}, D{first}" if isolated == 1 else f"new {start}–{structure.size}, D{first} to D{last}"
         shapes.append(Label(34, 46 + _ROW * layers, f"isolated: {names} ({place})", "muted"))
     shapes.append(Label(34, 62 + _ROW * layers, "beside a circle: new numbers in green, old ones in grey", "muted"))
     edges = ", ".join(
@@ -180,7 +178,7 @@ def _outline(region: _Region, left: float, top: float, cell: float, named: bool)
     inside = region.colour != "red" or not region.name.startswith("G")
     if named and min(width, height) > 7 * len(region.name):
         at = (x + 3, y + 11, "start") if inside else (x + width - 3, y + 12, "end")
-        found.append(Label(at[0], at[1], region.name, region.colour, at[2], 10))
+        found.append(Label(at[0], at[1], region.name, region.colour, at[2], 10, halo=True))
     return found
 
 
@@ -200,6 +198,8 @@ def _shades(structure: Channels, w: Any) -> np.ndarray:
 
 def _places(structure: DirectedStructure) -> tuple[list[tuple[float, float]], list[float]]:
     """Where the circle of each block stands, and how wide each weak component is."""
+    longest = max((len(text) for pair in _numbers(structure) for text in pair), default=0)
+    slot = max(_SLOT, 0.4 * _SLOT + _RADIUS + 12 + _LETTER * longest)
     places: dict[int, tuple[float, float]] = {}
     widths, start = [], 34.0
     component = [int(structure.component[nodes[0]]) for nodes in structure.blocks]
@@ -209,15 +209,24 @@ def _places(structure: DirectedStructure) -> tuple[list[tuple[float, float]], li
         for i in own:
             by_layer.setdefault(int(structure.layer[structure.blocks[i][0]]), []).append(i)
         slots = max(map(len, by_layer.values()))
-        sway = 0.25 * _SLOT * (len(by_layer) > 2)  # so that an edge past a layer does not run through its circle
-        width = slots * _SLOT + 2 * sway
+        sway = 0.25 * slot * (len(by_layer) > 2)  # so that an edge past a layer does not run through its circle
+        width = slots * slot + 2 * sway
         for layer, members in by_layer.items():
-            first = start + sway * (2 if layer % 2 else 0) + (slots - len(members)) * _SLOT / 2
+            first = start + sway * (2 if layer % 2 else 0) + (slots - len(members)) * slot / 2
             for k, i in enumerate(members):
-                places[i] = (first + (k + 0.4) * _SLOT, 36 + _ROW * (layer + 0.5))
+                places[i] = (first + k * slot + 0.4 * _SLOT, 36 + _ROW * (layer + 0.5))
         widths.append(width)
         start += width
     return [places[i] for i in range(len(structure.blocks))], widths
+
+
+def _numbers(structure: DirectedStructure) -> list[tuple[str, str]]:
+    """New and old numbers of the nodes of each block."""
+    stops = np.cumsum([len(nodes) for nodes in structure.blocks]).tolist()
+    return [
+        (f"{stop - len(nodes) + 1}–{stop}" if len(nodes) > 1 else str(stop), _listed((nodes + 1).tolist(), 3))
+        for nodes, stop in zip(structure.blocks, stops, strict=True)
+    ]
 
 
 def _arrow(start: tuple[float, float], end: tuple[float, float], name: str) -> list[Shape]:
@@ -231,7 +240,7 @@ def _arrow(start: tuple[float, float], end: tuple[float, float], name: str) -> l
     return [
         Line((_point(a), _point(b - along * 6)), "amber", 1.2),
         Line(tuple(map(_point, head)), "amber", closed=True),
-        *([Label(float(middle[0]) + 3, float(middle[1]), name, "amber", size=10)] if name else []),
+        *([Label(float(middle[0]) + 3, float(middle[1]), name, "amber", size=10, halo=True)] if name else []),
     ]
 
 
@@ -242,21 +251,22 @@ def _by_layer(structure: DirectedStructure, layers: int, text: str) -> Drawing:
     targets, sources = np.nonzero(structure.condensation)
     layer_of = np.zeros(structure.n_scc, int)
     layer_of[structure.scc] = structure.layer
-    width, height = 520, 300
+    width, height, y = 520, 250, 120
     x = [20 + (width - 40) * (k + 0.5) / max(layers, 1) for k in range(layers)]
     for s, t in sorted({(int(layer_of[q]), int(layer_of[p])) for p, q in zip(targets, sources, strict=True)}):
-        bend = 130 - 12 * (t - s - 1)
-        shapes.append(Line(((x[s], 130), ((x[s] + x[t]) / 2, bend), (x[t], 130)), "muted", 1, opacity=0.5))
+        bend = y - (y - 4) * (t - s - 1) / max(layers - 2, 1)
+        shapes.append(Line(((x[s], y), ((x[s] + x[t]) / 2, bend), (x[t], y)), "muted", 1, opacity=0.5))
     for k in range(layers):
         nodes = int((live & (structure.layer == k)).sum())
         parts = sum(int(structure.layer[b[0]]) == k for b in structure.blocks)
-        radius = 4 + 30 * (nodes / max(1, structure.size)) ** 0.5
-        shapes.append(Dot(x[k], 130, radius, "blue"))
+        shapes.append(Dot(x[k], y, 4 + min(30, 200 / layers) * (nodes / max(1, structure.size)) ** 0.5, "blue"))
         if layers <= 16:
-            shapes.append(Label(x[k], 130 + radius + 14, f"{parts} SCCs", "ink", "middle", 10))
-            shapes.append(Label(x[k], 130 + radius + 28, f"{nodes} nodes", "muted", "middle", 10))
-    shapes.append(Label(10, height - 24, f"{len(structure.blocks)} components, drawn as their {layers} layers"))
-    shapes.append(Label(10, height - 8, f"layers from left to right; {int((~live).sum())} isolated nodes not drawn"))
+            shapes.append(Label(x[k], y + 50, str(parts), "ink", "middle", 10))
+            shapes.append(Label(x[k], y + 64, str(nodes), "muted", "middle", 10))
+    drawn = f"{len(structure.blocks)} components, drawn as their {layers} layers, from left to right"
+    numbers = "under each: its components, its nodes; " if layers <= 16 else ""
+    shapes.append(Label(10, height - 24, drawn))
+    shapes.append(Label(10, height - 8, f"{numbers}{int((~live).sum())} isolated nodes not drawn"))
     return Drawing(width, height, text, tuple(shapes))
 
 
