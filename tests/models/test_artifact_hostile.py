@@ -1,13 +1,16 @@
 """Artifacts that somebody prepared: one clear error each, and nothing executed or allocated on their word."""
 
+import copy
 import hashlib
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 import crystallite as cx
 from tests.helpers.artifacts import edit_manifest, sequential_network
+from tests.helpers.planted.recurrent import flat
 from tests.helpers.planted.recurrent import planted as planted_recurrent
 
 
@@ -137,3 +140,101 @@ def test_hostile_recurrent_orders(tmp_path):
     edit_manifest(modules=modules)(folder)
     with pytest.raises(cx.CheckpointError, match="blocks that fill 20 units"):
         cx.load(folder)
+
+
+def _edit_form(block, place, value):
+    """Change one number of a block in the first form of a saved `BlockRecurrent`."""
+
+    def edit(folder):
+        modules = cx.read_manifest(folder)["modules"]
+        modules[""]["forms"][0]["blocks"][block][place] = value
+        edit_manifest(modules=modules)(folder)
+
+    return edit
+
+
+def _edit_recurrent(**changes):
+    def edit(folder):
+        modules = cx.read_manifest(folder)["modules"]
+        modules[""] |= changes
+        edit_manifest(modules=modules)(folder)
+
+    return edit
+
+
+LATER = _edit_weights(lambda s: s["layers.0.sources"][:4].copy_(torch.tensor([0, 1, 2, 7])))
+HOSTILE_RECURRENT = {  # four blocks of 5 units, each hears all before it
+    "sources that come later": (LATER, r"layers.0.sources: expected positions from 0 below 5, .*, got 7"),
+    "its own units as sources": (
+        _edit_weights(lambda s: s["layers.0.sources"][4].fill_(5)), "expected positions from 0 below 5"
+    ),
+    "sources that run later": (
+        lambda f: (_edit_form(2, 2, 3)(f), _edit_form(3, 2, 2)(f)), "less depth than 2, for the block at 15, got 10"
+    ),
+    "sources of another component": (_edit_form(1, 3, False), "expected positions from 5 below 5"),
+    "sources twice": (_edit_weights(lambda s: s["layers.0.sources"][1].fill_(0)), "sources: expected ascending"),
+    "columns twice": (_edit_weights(lambda s: s["layers.0.columns"].fill_(0)), "columns: expected ascending"),
+    "ranks in no order": (_edit_weights(lambda s: s["layers.0.rank"].copy_(s["layers.0.rank"].flip(0))), "0.rank: exp"),
+    "more sources than units": (_edit_form(0, 5, 10**9), "possible depth, feedback and sources"),
+    "an endless depth": (_edit_form(3, 2, 10**30), "possible depth, feedback and sources"),
+    "a depth of no number": (_edit_form(3, 2, float("nan")), "expected whole numbers"),
+    "a device": (_edit_recurrent(device="cpu"), "expected the settings mode, "),
+    "a dtype": (_edit_recurrent(dtype="float64", layer="x"), "expected the settings mode, "),
+    "no input": (_edit_recurrent(input_size=0), "expected the settings mode, "),
+    "nine directions": (_edit_recurrent(bidirectional=8), "expected the settings mode, "),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", HOSTILE_RECURRENT)
+def test_hostile_recurrent_artifacts(tmp_path, case):
+    damage, message = HOSTILE_RECURRENT[case]
+    folder = cx.save(cx.BlockRecurrent.from_dense(planted_recurrent("GRU", "triangular"), smallest=1), tmp_path / "a")
+    damage(folder)
+    with pytest.raises(cx.CheckpointError, match=message):
+        cx.load(folder)
+
+
+def test_hostile_settings_of_low_rank_networks(tmp_path):
+    network = cx.LowRankRecurrent("GRU", 4, 8, [(2, 2)])
+    for number, changes in enumerate([{"device": "cpu"}, {"layer": "x"}, {"hidden_size": 0}, {"dropout": "much"}]):
+        folder = cx.save(network, tmp_path / f"{number}")
+        _edit_recurrent(**changes)(folder)
+        with pytest.raises(cx.CheckpointError, match="expected the settings mode, "):
+            cx.load(folder)
+
+
+@pytest.mark.parametrize("structure", ["triangular", "fan", "chain", "random"])
+@pytest.mark.parametrize("mode", ["GRU", "LSTM"])
+def test_mutated_recurrent_artifacts_answer_the_same_twice(tmp_path, mode, structure):
+    """Numbers inside their bounds, changed at random: refused, or every answer is computed from what was given."""
+    rng = np.random.default_rng(0)
+    blocks = cx.BlockRecurrent.from_dense(planted_recurrent(mode, structure), smallest=1)
+    folder = cx.save(blocks, tmp_path / "a")
+    modules, state = cx.read_manifest(folder)["modules"], load_file(folder / "model.safetensors")
+    x, loaded = torch.ones(6, 3, 7, dtype=torch.float64), 0
+    for _ in range(60):
+        mine, changed = copy.deepcopy(modules), {name: value.clone() for name, value in state.items()}
+        for _ in range(int(rng.integers(1, 3))):
+            if rng.random() < 0.5:
+                table = changed[f"layers.0.{rng.choice(['order', 'component', 'rank', 'sources', 'columns'])}"]
+                if len(table):
+                    table[int(rng.integers(len(table)))] = int(rng.integers(20))
+            else:
+                group = mine[""]["forms"][0][str(rng.choice(["blocks", "inputs"]))]
+                block = group[int(rng.integers(len(group)))]
+                block[int(rng.integers(len(block)))] = int(rng.integers(8))
+        _edit_weights(lambda s, changed=changed: s.update(changed))(folder)
+        edit_manifest(modules=mine)(folder)
+        try:
+            model = cx.load(folder).eval()
+        except cx.CrystalliteError:
+            continue
+        loaded += 1
+        answers = []
+        for garbage in (float("nan"), 1e300):  # what memory holds before a call decides nothing
+            left = [torch.full((size,), garbage, dtype=torch.float64) for size in (360, 400, 1080, 1368, 1440, 1728)]
+            del left
+            with torch.no_grad():
+                answers.append(flat(model(x)))
+        assert all(torch.equal(a, b) for a, b in zip(*answers, strict=True))
+    assert loaded

@@ -5,7 +5,8 @@ meta device, so nothing is executed or allocated on a description's word.
 
 An operator of this package describes itself: `describe()` gives plain values and the modules inside it, the class
 method `from_description` takes them back and builds the operator without its numbers, and `index_limits()` names its
-index tables with the bound that their entries must stay below.
+index tables with the bound that their entries must stay below. `check_tables()`, where there is one, refuses tables
+that hold indices in those bounds and yet fit to nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from crystallite.core.errors import CheckpointError, CrystalliteError
+from crystallite.core.errors import CheckpointError, CrystalliteError, InvalidOption
 from crystallite.models.swap import put_
 from crystallite.operators.chain import BlockChain
 from crystallite.operators.conv import BlockConv
@@ -155,6 +156,12 @@ def check_indices(model: nn.Module, source: object) -> None:
                 raise CheckpointError(f"{source}: {full} must hold indices below {limit}")
             if table in getattr(module, "permutations", ()) and len(values.unique()) < limit:
                 raise CheckpointError(f"{source}: {full} must hold every index below {limit} once")
+        check: Any = getattr(module, "check_tables", None)
+        if check is not None:
+            try:
+                check()
+            except InvalidOption as error:
+                raise CheckpointError(f"{source}: {f'{name}.{error}'.removeprefix('.')}") from None
 
 
 def _parts(name: str, module: nn.Module) -> Iterator[tuple[str, dict[str, Any]]]:
