@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import crystallite as cx
-from crystallite.models.manifest import attach_verdict
+from crystallite.models.manifest import attach_verdict, write_manifest
 from crystallite.serving import Machine
 from tests.helpers.planted.chain import planted
 
@@ -41,9 +41,10 @@ def in_blocks(layer):
 
 
 def edit_manifest(**changes):
+    """Change fields of a manifest and sign it anew, as somebody who wants us to trust it would."""
+
     def edit(folder):
-        file = folder / "manifest.json"
-        file.write_text(json.dumps({**json.loads(file.read_text()), **changes}, indent=1))
+        write_manifest(folder, json.loads((folder / "manifest.json").read_text()) | changes)
 
     return edit
 

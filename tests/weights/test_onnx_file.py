@@ -1,6 +1,7 @@
 """ONNX models built with onnx.helper: every weight (out, in), the nodes say what it is, no way out of the folder."""
 
 import sys
+import tracemalloc
 
 import numpy as np
 import onnx
@@ -8,7 +9,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from crystallite.core.errors import CheckpointError
-from crystallite.weights import open_checkpoint, recognise
+from crystallite.weights import onnx_file, open_checkpoint, recognise
 from tests.helpers.hostile_onnx import HOSTILE
 
 RANDOM = np.random.default_rng(0)
@@ -216,3 +217,97 @@ def test_every_truncation_is_refused(tmp_path):
         path.write_bytes(content[:size])
         with pytest.raises(CheckpointError):
             open_checkpoint(path)
+
+
+def with_location(path, *locations, extra=b""):
+    """A tensor of encoded integers whose external data is another file, and `data_location` said on the wire."""
+    tensor = TensorProto(name="w", data_type=TensorProto.INT32, dims=[2, 2], int32_data=[1, 2, 3, 4])
+    tensor.external_data.add(key="location", value="secret")
+    said = b"".join(b"\x70" + varint(value) for value in locations) + extra
+    content = tensor.SerializeToString() + said
+    graph = b"\x2a" + varint(len(content)) + content
+    path.write_bytes(b"\x3a" + varint(len(graph)) + graph)
+    return path
+
+
+def varint(number):
+    parts = []
+    while number >= 0x80:
+        parts.append(number & 0x7F | 0x80)
+        number >>= 7
+    return bytes([*parts, number])
+
+
+def test_no_library_reads_external_data(tmp_path, monkeypatch):
+    """However it is said that numbers lie elsewhere: they are read by us, inside the folder, or not at all."""
+    model = tmp_path / "model"
+    model.mkdir()
+    monkeypatch.chdir(tmp_path)  # where onnx would look
+    (tmp_path / "secret").write_bytes(np.arange(70, 74, dtype=np.int32).tobytes())
+    read = []
+    monkeypatch.setattr("onnx.numpy_helper.load_external_data_for_tensor", lambda *_: read.append(1), raising=False)
+    monkeypatch.setattr("onnx.external_data_helper.load_external_data_for_tensor", lambda *_: read.append(1))
+    assert np.array_equal(open_checkpoint(with_location(model / "a.onnx", 0)).read("w"), [[1, 2], [3, 4]])
+    for number, locations in enumerate([[1], [(1 << 32) + 1], [(5 << 32) + 1], [1, 7], [1, (1 << 32) + 7]]):
+        path = with_location(model / f"{number}.onnx", *locations)
+        assert _protobuf_says_external(path), locations
+        with pytest.raises(CheckpointError, match="No such file"):  # it does not lie in the model's folder
+            open_checkpoint(path)
+    path = with_location(model / "b.onnx", 1, extra=b"\x72\x01\x00")  # the same field as bytes, which nobody counts
+    assert _protobuf_says_external(path)
+    with pytest.raises(CheckpointError, match="No such file"):
+        open_checkpoint(path)
+    assert not read
+
+
+def test_what_is_decoded_by_the_package_names_no_file(tmp_path, monkeypatch):
+    """Even if this reader and protobuf disagreed on where numbers lie."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "secret").write_bytes(np.arange(70, 74, dtype=np.int32).tobytes())
+    path = with_location(tmp_path / "m.onnx", 1)
+    monkeypatch.setattr(onnx_file, "_external", lambda file, tensor, nbytes: (file, None))
+    assert np.array_equal(open_checkpoint(path).read("w"), [[1, 2], [3, 4]])
+
+
+def _protobuf_says_external(path):
+    return onnx.load(path, load_external_data=False).graph.initializer[0].data_location == TensorProto.EXTERNAL
+
+
+def test_data_types_are_compared_as_protobuf_keeps_them(tmp_path):
+    content = TensorProto(name="w", dims=[2], raw_data=bytes(8)).SerializeToString() + b"\x10" + varint((1 << 32) + 1)
+    graph = b"\x2a" + varint(len(content)) + content
+    (tmp_path / "m.onnx").write_bytes(b"\x3a" + varint(len(graph)) + graph)
+    assert onnx.load(tmp_path / "m.onnx").graph.initializer[0].data_type == TensorProto.FLOAT
+    assert open_checkpoint(tmp_path / "m.onnx").tensors["w"].dtype == "float32"
+
+
+def nested(depth, name, weights):
+    """Graphs in each other, with weights in the innermost."""
+    arrays = [numpy_helper.from_array(np.zeros(2, np.float32), f"w{i}") for i in range(weights)]
+    graph = helper.make_graph([], "g", [], [], arrays)
+    for _ in range(depth):
+        node = helper.make_node("If", ["c"], ["y"], name=name, then_branch=graph)
+        graph = helper.make_graph([node], "g", [], [])
+    return helper.make_model(graph).SerializeToString()
+
+
+def test_names_do_not_grow_with_the_graphs_around_them(tmp_path):
+    path = tmp_path / "m.onnx"
+    path.write_bytes(nested(12, "n" * 20, 10))
+    assert len(open_checkpoint(path).tensors) == 10
+    path.write_bytes(nested(12, "n" * 4000, 10))
+    with pytest.raises(CheckpointError, match="names of at most 4096 characters"):
+        open_checkpoint(path)
+    path.write_bytes(nested(12, "n" * 300, 5000))  # 250 kB that would become 19 MB of names
+    tracemalloc.start()
+    with pytest.raises(CheckpointError, match="names of at most 4096 characters"):
+        open_checkpoint(path)
+    assert tracemalloc.get_traced_memory()[1] < 40 << 20
+    tracemalloc.stop()
+
+
+def test_field_numbers_beyond_protobufs_are_refused(tmp_path):
+    content = varint((1 << 35) | 0x3A) + b"\x00"
+    (tmp_path / "m.onnx").write_bytes(content)
+    with pytest.raises(CheckpointError, match="an impossible field"):
+        open_checkpoint(tmp_path / "m.onnx")

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from crystallite.core.errors import CheckpointError, InvalidOption
 from crystallite.core.suggest import suggest_keywords
-from crystallite.models.description import OPERATORS, build, check_indices, describe_parts, replace
+from crystallite.models.description import OPERATORS, build, check_indices, describe_parts, mixed_dtypes, replace
 from crystallite.models.manifest import (
     CONFIG,
     MANIFEST,
@@ -85,6 +85,8 @@ def save(
     for name, description in modules.items():
         if " " in description["type"]:
             raise InvalidOption(f"{name}: {description['type']}, which could not be loaded again")
+    if mixed := mixed_dtypes(model, "" in modules):
+        raise InvalidOption(f"{mixed}: it could not run; convert it with model.to(dtype)")
     state = model.state_dict()
     if not state:
         raise InvalidOption("this model holds no weights, so there is nothing to save")
@@ -179,8 +181,11 @@ def _opened(folder: Path, into: nn.Module | None, mapped: bool) -> nn.Module:
     with open_checkpoint(weights_of(folder)) as checkpoint:
         _fill(model, folder, manifest["tied"], checkpoint, mapped)
     check_indices(model, folder)
+    if mixed := mixed_dtypes(model, "" in manifest["modules"]):
+        raise CheckpointError(f"{folder}: {mixed}")
+    frozen = {name for name in manifest["frozen"] if isinstance(name, str)}
     for name, value in model.named_parameters():
-        value.requires_grad_(value.is_floating_point() and name not in manifest["frozen"])
+        value.requires_grad_(value.is_floating_point() and name not in frozen)
     set_record_(model, record)
     if into is not None:
         write_config(model, into)  # so that `save_pretrained` writes what `from_pretrained` reads

@@ -5,7 +5,8 @@ meta device, so nothing is executed or allocated on a description's word.
 
 An operator of this package describes itself: `describe()` gives plain values and the modules inside it, the class
 method `from_description` takes them back and builds the operator without its numbers, and `index_limits()` names its
-index tables with the bound that their entries must stay below.
+index tables with the bound that their entries must stay below. `check_tables()`, where there is one, refuses tables
+that hold indices in those bounds and yet fit to nothing.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ import sys
 from collections.abc import Iterator
 from functools import partial
 from operator import attrgetter
+from types import NoneType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from crystallite.core.errors import CheckpointError, CrystalliteError
+from crystallite.core.errors import CheckpointError, CrystalliteError, InvalidOption
 from crystallite.models.swap import put_
 from crystallite.operators.chain import BlockChain
 from crystallite.operators.conv import BlockConv
@@ -29,7 +31,9 @@ from crystallite.operators.low_rank import LowRankConv, LowRankLinear
 from crystallite.operators.low_rank_recurrent import LowRankRecurrent
 from crystallite.operators.recurrent import BlockRecurrent
 
-__all__ = ["OPERATORS", "build", "check_indices", "describe", "describe_parts", "replace"]
+__all__ = [
+    "OPERATORS", "build", "check_indices", "check_size", "describe", "describe_parts", "mixed_dtypes", "replace",
+]  # fmt: skip
 
 OPERATORS: dict[str, Any] = {
     cls.__name__: cls
@@ -74,7 +78,11 @@ _KNOWN: dict[str, tuple[type[nn.Module], tuple[str, ...]]] = {
     ]
 }  # fmt: skip
 _ACTIVATIONS = "transformers.activations"
-_MOST_LAYERS = 10_000  # of a recurrent module: the one number that costs time and memory even on the meta device
+_DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float16, torch.bfloat16, torch.float32, torch.float64)}
+_NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_MOST_LAYERS = 1_000  # of recurrent modules: a number that costs time and memory even on the meta device
+_MOST_PARTS = 200_000  # modules, stacks and blocks; each costs some 20 microseconds and a kilobyte
+_LARGEST = 1 << 31  # no size of a module is as large
 
 
 class _OwnCode(Exception):
@@ -117,6 +125,7 @@ def build(description: Any, source: object) -> nn.Module:
     crystallite.core.errors.CheckpointError: a.json: expected the description of a module, got the unknown type
     'os.system'
     """
+    check_size(description, source)
     try:
         with torch.device("meta"):
             built = _built(description)
@@ -131,8 +140,53 @@ def build(description: Any, source: object) -> nn.Module:
     return built
 
 
+def check_size(descriptions: Any, source: object) -> None:
+    """Refuse descriptions of more parts or recurrent layers than any model has, before one of them is built.
+
+    >>> check_size({"type": "LSTM", "arguments": {"num_layers": 10**12}}, "a.json")
+    Traceback (most recent call last):
+    crystallite.core.errors.CheckpointError: a.json: expected at most 1000 recurrent layers, got more
+    """
+    left, parts, layers = [descriptions], 0, 0
+    while left:
+        value = left.pop()
+        if isinstance(value, dict):
+            count = value.get("num_layers", 0)
+            layers += count if type(count) is int and count > 0 else 0
+            left += value.values()
+        elif isinstance(value, list):
+            left += value
+        parts += isinstance(value, (dict, list))
+        if parts > _MOST_PARTS:
+            raise CheckpointError(f"{source}: expected descriptions of at most {_MOST_PARTS} parts, got more")
+        if layers > _MOST_LAYERS:
+            raise CheckpointError(f"{source}: expected at most {_MOST_LAYERS} recurrent layers, got more")
+
+
+def mixed_dtypes(model: nn.Module, whole: bool) -> str:
+    """What is wrong with the dtypes of a model's numbers, in words; "" if nothing is.
+
+    Those of an operator must be of one dtype. So must all of a model that is described as a `whole`, in which nothing
+    casts; its norms may have another one.
+    """
+    groups: dict[str, list[Tensor]] = {}
+    for name, module in model.named_modules():
+        if type(module) in OPERATORS.values():
+            groups[name] = [*module.parameters(), *module.buffers()]
+        if whole:
+            own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+            groups.setdefault(f"{name}." if isinstance(module, _NORMS) else "", []).extend(own)
+    for name, tensors in sorted(groups.items(), key=lambda group: not group[0]):  # the model as a whole comes last
+        found = sorted({str(t.dtype).removeprefix("torch.") for t in tensors if t.is_floating_point()})
+        if len(found) > 1 or not {*found} <= _DTYPES.keys():
+            where = name.removesuffix(".") or "the model"
+            return f"{where}: expected numbers of one dtype among {', '.join(_DTYPES)}, got {', '.join(found)}"
+    return ""
+
+
 def replace(model: nn.Module, parts: dict[str, Any], source: object) -> None:
     """Put what is described in the place of what the model has there, where they differ."""
+    check_size(parts, source)
     for name, description in parts.items():
         try:
             present = model.get_submodule(name)
@@ -155,6 +209,12 @@ def check_indices(model: nn.Module, source: object) -> None:
                 raise CheckpointError(f"{source}: {full} must hold indices below {limit}")
             if table in getattr(module, "permutations", ()) and len(values.unique()) < limit:
                 raise CheckpointError(f"{source}: {full} must hold every index below {limit} once")
+        check: Any = getattr(module, "check_tables", None)
+        if check is not None:
+            try:
+                check()
+            except InvalidOption as error:
+                raise CheckpointError(f"{source}: {f'{name}.{error}'.removeprefix('.')}") from None
 
 
 def _parts(name: str, module: nn.Module) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -228,7 +288,9 @@ def _built(value: Any) -> Any:
         return {name: _built(inner) for name, inner in value.items()}
     if kind in OPERATORS:
         fields = {name: _built(inner) for name, inner in value.items() if name not in ("type", "dtype")}
-        return OPERATORS[kind].from_description(fields).to(getattr(torch, value["dtype"]))
+        if value["dtype"] not in _DTYPES:
+            raise ValueError(f"the dtype {value['dtype']!r:.80} instead of {', '.join(_DTYPES)}")
+        return OPERATORS[kind].from_description(fields).to(_DTYPES[value["dtype"]])
     if kind in _CONTAINERS:
         container = _CONTAINERS[kind]()
         for name, child in value["children"].items():
@@ -241,10 +303,14 @@ def _built(value: Any) -> Any:
         return library.ACT2FN[value["name"]]
     if kind not in _KNOWN:
         raise ValueError(f"the unknown type {kind!r:.80}")
-    cls, _ = _KNOWN[kind]
+    cls, names = _KNOWN[kind]
     arguments: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in value["arguments"].items()}
-    if arguments.get("num_layers", 1) > _MOST_LAYERS:
-        raise ValueError(f"{arguments['num_layers']} layers")
+    for name, given in arguments.items():
+        if name not in names:  # a device would be allocated on
+            raise ValueError(f"the argument {name!r:.80} of {kind}")
+        for number in given if isinstance(given, tuple) else (given,):
+            if not isinstance(number, (int, float, str, NoneType)) or (type(number) is int and abs(number) > _LARGEST):
+                raise ValueError(f"{number!r:.80} as {name} of {kind}")
     return cls(**arguments)
 
 

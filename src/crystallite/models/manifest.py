@@ -33,6 +33,7 @@ VERSION = 4
 METHOD = "crystallite"  # in a manifest, and in the config of a transformers model
 MANIFEST, CONFIG, WEIGHTS = "manifest.json", "config.json", "model.safetensors"
 _INDEX = f"{WEIGHTS}.index.json"
+_MOST_BYTES = 32 << 20  # the orders of 80 layers of 28,672 neurons take 14 million
 _FIELDS: dict[str, type | tuple[type, ...]] = {
     "weights_sha256": str,
     "source_sha256": (str, type(None)),
@@ -56,7 +57,8 @@ def read_manifest(path: str | os.PathLike[str]) -> dict[str, Any]:
         The manifest, as plain values.
 
     Raises:
-        CheckpointError: no such folder, another version, or a field that is missing or of another type.
+        CheckpointError: no such folder, another version, a field that is missing or of another type, or contents that
+            are not those that were written.
 
     Examples:
         >>> read_manifest("nowhere")
@@ -68,6 +70,12 @@ def read_manifest(path: str | os.PathLike[str]) -> dict[str, Any]:
     file = folder / MANIFEST
     if file.is_file():
         manifest = _read_json(file, "manifest")
+        if (signed := manifest.pop("manifest_sha256", None)) != _signature(manifest):
+            raise CheckpointError(
+                f"{file}: expected a manifest as it was written, got one that was changed: its manifest_sha256 is "
+                f"{signed!r:.80}; save the model again, or, if the change is yours, sign it with "
+                "crystallite.models.manifest.write_manifest(folder, json.loads(text))"
+            )
     elif (config := _our_config(folder)) is not None:
         manifest = {
             "format": METHOD, "version": VERSION, "weights_sha256": weights_sha256(folder), "source_sha256": None,
@@ -93,9 +101,10 @@ def is_saved(path: str | os.PathLike[str]) -> bool:
 
 
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
-    """Write or replace the manifest of a folder, at once or not at all."""
+    """Write or replace the manifest of a folder with its hash, at once or not at all."""
     try:
-        text = json.dumps(manifest, indent=1)
+        plain = json.loads(json.dumps(manifest | {"manifest_sha256": None}))  # as it will be read: names are strings
+        text = json.dumps(plain | {"manifest_sha256": _signature(plain)}, indent=1)
     except (TypeError, ValueError) as error:
         raise InvalidOption(f"options, metadata and verdicts must be plain JSON values: {error}") from None
     unfinished = folder / f".{MANIFEST}.{uuid.uuid4().hex}"
@@ -201,8 +210,19 @@ def _our_config(folder: Path) -> dict[str, Any] | None:
     return found if isinstance(found, dict) and found.get("quant_method") == METHOD else None
 
 
+def _signature(manifest: dict[str, Any]) -> str:
+    """The hash of a manifest's contents but the hash itself: JSON with sorted names and no spaces."""
+    signed = {name: value for name, value in manifest.items() if name != "manifest_sha256"}
+    try:
+        return hashlib.sha256(json.dumps(signed, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    except RecursionError:
+        raise CheckpointError("expected a manifest in JSON, got values too deep in each other") from None
+
+
 def _read_json(file: Path, what: str) -> dict[str, Any]:
     opened = SourceFile.at(file)
+    if opened.size > _MOST_BYTES:
+        raise CheckpointError(f"{file}: expected a {what} of at most {_MOST_BYTES} bytes, got {opened.size}")
     return load_json(file, opened.head(opened.size), what)
 
 

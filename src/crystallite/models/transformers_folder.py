@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from crystallite.core.errors import CheckpointError, InvalidOption
-from crystallite.models.description import build, check_indices, describe, describe_parts
+from crystallite.models.description import build, check_indices, check_size, describe, describe_parts
 from crystallite.models.manifest import CONFIG, METHOD
 from crystallite.models.record import ExactOptions, Record, find_record, set_record_
 from crystallite.models.swap import put_
@@ -212,6 +212,7 @@ def _put_blocks(model: Any, modules: dict[str, Any], files: Sequence[str] | None
     """
     source = f"{model.config.name_or_path}: quantization_config"
     expected: dict[str, torch.Size] = {}
+    check_size(modules, source)
     for name, description in modules.items():
         place = next((p for p in _spellings(model, name) if _module_at(model, p) is not None), None)
         if place is None:

@@ -18,6 +18,7 @@ __all__ = ["BlockConv", "Convolution", "channel_structure"]
 
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 Block = tuple[np.ndarray, np.ndarray]  # output and input channels
+_SETTINGS = ("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups", "padding_mode")
 _KINDS: dict[str, type[Convolution]] = {kind.__name__: kind for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d)}
 
 
@@ -130,6 +131,9 @@ class BlockConv(nn.Module):
         """A convolution of these sizes, not filled."""
         given = description["settings"].items()
         settings: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in given}
+        if settings.keys() != {*_SETTINGS, "bias"}:
+            came = ", ".join(settings)[:200]
+            raise InvalidOption(f"expected the settings {', '.join(_SETTINGS)} and bias, got {came}")
         conv = _KINDS[description["kind"]](**settings, device="meta")
         parts = [
             _like(conv, in_channels=inputs, out_channels=outputs, groups=groups, bias=False)
@@ -243,8 +247,7 @@ def _check_kind(conv: object) -> None:
 
 
 def _settings(conv: Convolution | BlockConv) -> dict[str, Any]:
-    names = ("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups", "padding_mode")
-    return {name: getattr(conv, name) for name in names}
+    return {name: getattr(conv, name) for name in _SETTINGS}
 
 
 def _like(conv: Convolution | BlockConv, **changes: Any) -> Convolution:

@@ -80,6 +80,9 @@ class FrobeniusForm:
         crystallite.core.errors.InvalidOption: form: expected blocks that fill 2 units, got one at 0 that ends at 3
         """
         hidden = description["hidden"]
+        sizes = [v for group in ("blocks", "inputs") for values in description[group] for v in values]
+        if not all(type(v) in (int, bool) for v in (hidden, description["gates"], *sizes)):
+            raise InvalidOption("form: expected whole numbers as sizes and depths")
         blocks = tuple(Block(*values) for values in description["blocks"])
         inputs = tuple(InputBlock(*values) for values in description["inputs"])
         for group in (blocks, inputs):
@@ -92,12 +95,40 @@ class FrobeniusForm:
             if group is blocks and stop != hidden:
                 raise InvalidOption(f"form: expected blocks that fill {hidden} units, got blocks that end at {stop}")
         for b in blocks:
-            if b.feedback not in (0, 1, b.size) or min(b.depth, b.sources) < 0 or (b.continues and not b.first):
+            possible = 0 <= b.depth < len(blocks) and 0 <= b.sources <= b.first
+            if b.feedback not in (0, 1, b.size) or not possible or (b.continues and not b.first):
                 raise InvalidOption(f"form: expected a block with a possible depth, feedback and sources, got {b}")
         starts = {b.first for b in blocks}
-        if any(i.first not in starts or i.columns < 1 for i in inputs):
-            raise InvalidOption("form: expected input blocks that begin where blocks do and read inputs")
+        if any(i.first not in starts or i.first + i.size not in {*starts, hidden} or i.columns < 1 for i in inputs):
+            raise InvalidOption("form: expected input blocks that begin and end where blocks do and read inputs")
         return cls(description["gates"], hidden, blocks, inputs)
+
+    def check_tables(self, sources: np.ndarray, columns: np.ndarray, rank: np.ndarray) -> None:
+        """Refuse tables of `Maps` that go with no form: a block may hear only what has run before it.
+
+        Compiled code runs depth after depth, and finds whatever lay in memory where nothing has been computed yet.
+        """
+        count = [b.sources for b in self.blocks]
+        begins: list[int] = []  # where the first of the blocks that share components with this one begins
+        for b in self.blocks:
+            begins.append(begins[-1] if b.continues else b.first)
+        first, depth = np.array([(b.first, b.depth) for b in self.blocks]).T
+        depth_at = np.repeat(depth, [b.size for b in self.blocks])
+        owner = np.repeat(np.arange(len(self.blocks)), count)
+        wrong = (sources >= first[owner]) | (sources < np.array(begins)[owner]) | (depth_at[sources] >= depth[owner])
+        if wrong.any():
+            at = int(np.argmax(wrong))
+            block, begin = self.blocks[owner[at]], begins[owner[at]]
+            raise InvalidOption(
+                f"sources: expected positions from {begin} below {block.first}, of less depth than {block.depth}, for "
+                f"the block at {block.first}, got {sources[at]}"
+            )
+        reader = np.repeat(np.arange(len(self.inputs)), [i.columns for i in self.inputs])
+        for name, table, of in (("sources", sources, owner), ("columns", columns, reader)):
+            if ((np.diff(table) <= 0) & (np.diff(of) == 0)).any():
+                raise InvalidOption(f"{name}: expected ascending indices in each block")
+        if rank[0] != 0 or not np.isin(np.diff(rank), (0, 1)).all():
+            raise InvalidOption("rank: expected the numbers of components in ascending order, from 0")
 
     @cached_property
     def stacks(self) -> tuple[tuple[int, ...], ...]:

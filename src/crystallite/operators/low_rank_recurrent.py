@@ -100,7 +100,7 @@ class LowRankRecurrent(RecurrentStack):
     def from_description(cls, description: dict[str, Any]) -> LowRankRecurrent:
         """A network of these sizes, not filled."""
         ranks = [(int(inputs), int(states)) for inputs, states in description["ranks"]]
-        return cls(**description | {"ranks": ranks})
+        return cls(**cls.checked_settings(description, "ranks") | {"ranks": ranks})
 
     def parts(self) -> list[LowRankRecurrentLayer]:
         """Each layer and direction."""

@@ -117,7 +117,7 @@ class BlockRecurrent(RecurrentStack):
     def from_description(cls, description: dict[str, Any]) -> BlockRecurrent:
         """A network of these sizes, not filled."""
         forms = [FrobeniusForm.from_description(form) for form in description["forms"]]
-        return cls(**description | {"forms": forms})
+        return cls(**cls.checked_settings(description, "forms") | {"forms": forms})
 
     def index_limits(self) -> dict[str, int]:
         """Nothing: each layer has index tables of its own, and knows their limits."""

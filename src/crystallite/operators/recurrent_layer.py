@@ -150,6 +150,10 @@ class BlockRecurrentLayer(nn.Module):
         hidden = self.form.hidden
         return {"order": hidden, "component": hidden, "rank": hidden, "sources": hidden, "columns": self.inputs}
 
+    def check_tables(self) -> None:
+        """Refuse tables that would read what is not computed yet."""
+        self.form.check_tables(*(table.cpu().numpy() for table in (self.sources, self.columns, self.rank)))
+
     # from and to dense weights
 
     @torch.no_grad()

@@ -53,6 +53,18 @@ class RecurrentStack(nn.Module):
         """What the dense module is built with."""
         return {name: getattr(self, name) for name in _SETTINGS}
 
+    @staticmethod
+    def checked_settings(description: dict[str, Any], own: str) -> dict[str, Any]:
+        """The settings in a description that holds them and its class's `own` list, and nothing else."""
+        settings = {name: value for name, value in description.items() if name != own}
+        sizes, flags = ("input_size", "hidden_size", "num_layers"), ("bias", "batch_first", "bidirectional")
+        fits = settings.keys() == {*_SETTINGS} and settings["mode"] in GATES
+        fits = fits and all(type(settings[name]) is int and settings[name] > 0 for name in sizes)
+        fits = fits and all(type(settings[name]) is bool for name in flags)
+        if not fits or type(settings["dropout"]) not in (int, float) or not 0 <= settings["dropout"] <= 1:
+            raise InvalidOption(f"expected the settings {', '.join(_SETTINGS)} and {own}, got {settings!r:.200}")
+        return settings
+
     def _dense_repr(self) -> str:
         options = [f"num_layers={self.num_layers}"] * (self.num_layers > 1) + ["bidirectional"] * self.bidirectional
         return f"{self.mode}({', '.join([str(self.input_size), str(self.hidden_size), *options])})"

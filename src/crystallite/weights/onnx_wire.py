@@ -22,6 +22,8 @@ _MAX_FIELDS = 2_000_000  # a few seconds of walking; the graph of a large langua
 _MAX_KEPT = 200_000  # each becomes an object a hundred times its size in the file
 _FIXED = {1: 8, 5: 4}
 _MAX_TEXT = 1 << 16
+_MAX_NAME = 1 << 12
+_MAX_ADDED = 16 << 20  # characters that names grow by where they get the names of the graphs around them
 _MAX_DEPTH = 16
 _FLOATS = (1, 10, 11, 16, 17, 18, 19, 20)
 _TENSOR, _SUBGRAPH = 5, 6  # fields of an attribute
@@ -75,7 +77,7 @@ class _Walk:
     """Protobuf fields of a mapped file; every length is compared with the message it lies in."""
 
     def __init__(self, file: SourceFile, data: mmap.mmap) -> None:
-        self._file, self._data, self._walked = file, data, 0
+        self._file, self._data, self._walked, self._added = file, data, 0, 0
         self.found = Graph([], [])
 
     def graph(self, span: Span, prefix: str, scope: ChainMap[str, str]) -> None:
@@ -85,8 +87,7 @@ class _Walk:
         for number, value in self.fields(span):
             if number == 5 and isinstance(value, tuple):
                 tensor = self.tensor(value)
-                scope[tensor.name] = prefix + tensor.name
-                tensor.name = prefix + tensor.name
+                scope[tensor.name] = tensor.name = self._full_name(prefix, tensor.name)
                 self._keep(tensor)
         for number, value in self.fields(span):  # again: a graph's weights come after its nodes
             if number == 1 and isinstance(value, tuple):
@@ -94,18 +95,27 @@ class _Walk:
 
     def _add_node(self, node: Node, prefix: str, scope: ChainMap[str, str]) -> None:
         node.inputs = [scope.get(name, name) for name in node.inputs]
-        scope.update({name: prefix + name for name in node.outputs})
-        node.outputs = [prefix + name for name in node.outputs]
+        outputs = [self._full_name(prefix, name) for name in node.outputs]
+        scope.update(zip(node.outputs, outputs, strict=True))
+        node.outputs = outputs
         if node.inputs:
             self._keep(node)
         for attribute, (number, span) in node.messages.items():
             if number == _SUBGRAPH:
-                self.graph(span, f"{prefix}{node.name or node.op}.{attribute}.", scope.new_child())
+                inner = self._full_name(prefix, f"{node.name or node.op}.{attribute}.")
+                self.graph(span, inner, scope.new_child())
             elif node.op == "Constant" and attribute == "value" and node.outputs:
                 tensor = self.tensor(span)
                 tensor.name = node.outputs[0]
                 if tensor.dims and tensor.data_type in _FLOATS:  # the others are sizes and axes by the hundred
                     self._keep(tensor)
+
+    def _full_name(self, prefix: str, name: str) -> str:
+        """The name inside the graphs around it; a short file could make names of any length that way."""
+        self._added += len(prefix)
+        if len(prefix) + len(name) > _MAX_NAME or self._added > _MAX_ADDED + self._file.size:
+            refuse(self._file.path, f"names of at most {_MAX_NAME} characters in the ONNX graph", "longer ones")
+        return prefix + name
 
     def fields(self, span: Span) -> Iterator[tuple[int, int | Span]]:
         """(field number, whole number or span of bytes) of one message."""
@@ -116,6 +126,8 @@ class _Walk:
                 refuse(self._file.path, f"an ONNX graph of at most {_MAX_FIELDS} fields", "more")
             key, position = self._varint(position, end)
             number, wire = key >> 3, key & 7
+            if key >= 1 << 32:  # protobuf would drop the upper bits, or the file
+                refuse(self._file.path, "an ONNX model", f"an impossible field at byte {position}: corrupt?")
             if wire == 0:
                 value, position = self._varint(position, end)
                 yield number, value
@@ -162,14 +174,15 @@ class _Walk:
             if number == 1:
                 tensor.dims += self._numbers(value)
             elif number == 2 and isinstance(value, int):
-                tensor.data_type = value
+                tensor.data_type = _int32(value)
             elif number == 8:
                 tensor.name = self._text(value)
             elif number == 13 and isinstance(value, tuple):
                 entry = {key: self._text(text) for key, text in self.fields(value)}
                 tensor.external[entry.get(1, "")] = entry.get(2, "")
-            elif number == 14:
-                tensor.is_external = value == 1
+            elif number == 14 and isinstance(value, int):
+                if _int32(value) in (0, 1):  # protobuf, too, passes over values that the enumeration does not have
+                    tensor.is_external = _int32(value) == 1
             elif isinstance(value, tuple):
                 tensor.payload[number] = value
         return tensor
@@ -217,5 +230,12 @@ class _Walk:
         refuse(self._file.path, "an ONNX model", f"an unfinished number at byte {position}: truncated or corrupt")
 
 
-def _signed(number: int) -> int:
-    return number - (1 << 64) if number >= 1 << 63 else number
+def _signed(number: int, bits: int = 64) -> int:
+    """The number in so many bits, as protobuf keeps it."""
+    number &= (1 << bits) - 1
+    return number - (1 << bits) if number >> (bits - 1) else number
+
+
+def _int32(number: int) -> int:
+    """A small number or a choice, of which protobuf reads the lower half: 2³² + 1 is 1."""
+    return _signed(number, 32)
