@@ -36,6 +36,7 @@ from crystallite.graph.neuron_groups import NeuronGroup
 from crystallite.graph.trace import Untraceable
 from crystallite.models.layers import Unit, change, find_units, left_alone
 from crystallite.models.manifest import source_sha256
+from crystallite.models.preparing import note_preparation_, prepared
 from crystallite.models.record import (
     CompressedOptions,
     LayerChange,
@@ -137,7 +138,8 @@ def compress(
         >>> torch.allclose(small(x), model(x), atol=1e-4)
         True
     """
-    _check(model, budget, blocks, joint, tolerance, objective, ridge, polish_steps, checkpoint)
+    _check(budget, blocks, joint, tolerance, objective, ridge, polish_steps, checkpoint)
+    model, notes = prepared(model, dense=True)
     if tolerance is not None:
         check_tolerance(tolerance, confidence, risk)
     widest = max((p[0].numel() for p in model.parameters() if p.ndim > 1), default=1)
@@ -168,18 +170,15 @@ def compress(
 
         result, guarantee = cheapest(candidate, losses, tolerance, confidence, risk)
         _change_options_(result, guarantee=guarantee)
+    note_preparation_(result, notes)
     write_config(result, model)
     return result
 
 
 def _check(
-    model: nn.Module, budget: float | None, blocks: int | None, joint: bool, tolerance: float | None, objective: str,
-    ridge: float, polish_steps: int, checkpoint: Any,
+    budget: float | None, blocks: int | None, joint: bool, tolerance: float | None, objective: str, ridge: float,
+    polish_steps: int, checkpoint: Any,
 ) -> None:  # fmt: skip
-    if not isinstance(model, nn.Module):
-        raise InvalidOption(f"expected an nn.Module, got {type(model).__name__}")
-    if hasattr(model, "reorganization"):
-        raise InvalidOption("this model is reorganized already; pass the original")
     given = {"budget": budget, "blocks": blocks, "tolerance": tolerance}
     if sum(value is not None for value in given.values()) != 1:
         came = ", ".join(f"{name}={value}" for name, value in given.items() if value is not None) or "none of them"

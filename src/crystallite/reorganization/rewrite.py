@@ -18,6 +18,7 @@ from crystallite.graph.feed_forward import recognise_feed_forward
 from crystallite.graph.sequential_calls import whole_by_definition
 from crystallite.graph.trace import Spaces, Untraceable, trace
 from crystallite.models.layers import Unit, change, find_units, has_hooks, left_alone, trained
+from crystallite.models.preparing import prepared
 from crystallite.models.record import ExactOptions, Fold, LayerChange, OperatorKind, OperatorRecord, Record, set_record_
 from crystallite.models.swap import replace_
 from crystallite.models.transformers_folder import write_config
@@ -109,10 +110,7 @@ def reorganize(
           (2): Identity()
         )
     """
-    if not isinstance(model, nn.Module):
-        raise InvalidOption(f"expected an nn.Module, got {type(model).__name__}")
-    if hasattr(model, "reorganization"):
-        raise InvalidOption("this model is reorganized already; pass the original, or cx.restore(model)")
+    model, notes = prepared(model, dense=True)
     targets, ignore = ([p] if isinstance(p, str) else list(p) for p in (targets, ignore))
     result = copy.deepcopy(model)
     units = {unit.name: unit for unit in find_units(result, targets, ignore)}
@@ -144,7 +142,7 @@ def reorganize(
     rewrite.changes |= {name: left_alone(unit) for name, unit in units.items() if unit.reason}
     options = ExactOptions(level, str(null), correction, random_walk, rule, alpha, delta0, tau, channels, feed_forward)
     changes = tuple(rewrite.changes[name] for name in units)
-    set_record_(rewrite.model, Record(options, changes, tuple(folds), reason if fold and faster else ""))
+    set_record_(rewrite.model, Record(options, changes, tuple(folds), reason if fold and faster else "", notes))
     write_config(rewrite.model, model)
     return rewrite.model
 

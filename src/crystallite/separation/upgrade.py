@@ -25,7 +25,9 @@ from crystallite.graph.chains import Chain, find_chains
 from crystallite.graph.neuron_groups import neuron_groups
 from crystallite.graph.trace import trace
 from crystallite.models.manifest import source_sha256
+from crystallite.models.preparing import prepared
 from crystallite.models.record import StorableNull, UpgradedOptions, record, set_record_
+from crystallite.models.transformers_folder import write_config
 from crystallite.partitioning.assignment import assign_by_explained_variance
 from crystallite.partitioning.input_clusters import cluster_partition
 from crystallite.partitioning.partition import Partition, decorrelated_partition, joint_components, random_partition
@@ -130,7 +132,8 @@ def upgrade(
         (2, 40)
     """
     made = partition if isinstance(partition, Partition) and blocks is None else None
-    _check(model, (blocks, modules, made), epochs, learning_rate, block_loss, level)
+    _check((blocks, modules, made), epochs, learning_rate, block_loss, level)
+    model, notes = prepared(model, dense=True)
     data = repeatable(data)
     with torch.random.fork_rng(devices=[]):  # whoever calls keeps their random numbers
         torch.manual_seed(seed)
@@ -206,7 +209,8 @@ def upgrade(
         tuple(balanced),
         strays,
     )
-    set_record_(small, replace(record(small), options=options))
+    set_record_(small, replace(record(small), options=options, prepared=notes))
+    write_config(small, model)
     return small
 
 
@@ -215,14 +219,10 @@ def _patterns(patterns: str | Sequence[str]) -> list[str]:
 
 
 def _check(
-    model: nn.Module, given: Sequence[Any], epochs: int, learning_rate: float, block_loss: float | None, level: float
+    given: Sequence[Any], epochs: int, learning_rate: float, block_loss: float | None, level: float
 ) -> None:
     if sum(one is not None for one in given) != 1:
         raise InvalidOption("expected one of blocks=k, modules=what discover found, and a Partition")
-    if not isinstance(model, nn.Module):
-        raise InvalidOption(f"expected an nn.Module, got {type(model).__name__}")
-    if hasattr(model, "reorganization"):
-        raise InvalidOption("this model is reorganized already; pass the original, or cx.restore(model)")
     if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1:
         raise InvalidOption(f"epochs must be an integer of at least 1, got {epochs!r}")
     if not 0 < learning_rate < float("inf"):
