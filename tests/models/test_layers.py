@@ -32,6 +32,12 @@ def with_hook(attach):
     return layer
 
 
+def with_another_forward():
+    layer = nn.Linear(3, 3)
+    layer.forward = lambda x: nn.Linear.forward(layer, 2 * x)
+    return layer
+
+
 @pytest.mark.parametrize(
     ("module", "reason"),
     [
@@ -42,9 +48,9 @@ def with_hook(attach):
         (nn.ConvTranspose2d(3, 3, 3), "no block operator for ConvTranspose2d"),
         (nn.LSTM(3, 4, proj_size=2), "proj_size"),
         (Scaled(3, 3), "Scaled is a Linear with code of its own"),
-        (nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)), "ParametrizedLinear is a Linear with code of its own"),
         (with_hook("register_forward_hook"), "hooks"),
         (with_hook("register_forward_pre_hook"), "hooks"),
+        (with_another_forward(), "its forward was replaced"),
         (Own(), "no block operator for Own"),
     ],
 )

@@ -221,7 +221,8 @@ class _Fitting:
         units = {unit.name: unit for unit in find_units(dense, targets, ignore)}
         units = {name: replace(unit, reason=unit.reason or unfit(unit, in_blocks)) for name, unit in units.items()}
         if all(unit.reason for unit in units.values()):
-            raise InvalidOption(f"no layer that can be fitted matches targets {targets} and ignore {ignore}")
+            why = next((f": {name}: {unit.reason}" for name, unit in units.items()), "")
+            raise InvalidOption(f"no layer that can be fitted matches targets {targets} and ignore {ignore}{why}")
         check_repeatable(dense, data.fitted[0].first(8), "the model")
         example = data.fitted[0].first(2)
         names = [name for name, unit in units.items() if not unit.reason]

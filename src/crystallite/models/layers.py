@@ -112,7 +112,7 @@ def _why_left_alone(unit: Unit, tied: bool, reused: bool) -> str:
     if reused:
         return "the module is used in several places"
     if has_hooks(module):
-        return "hooks are attached to it"
+        return "hooks are attached to it, or its forward was replaced"
     if getattr(module, "proj_size", 0):
         return "a projected state (proj_size) mixes all blocks"
     if isinstance(module, nn.RNNBase) and len({(p.ndim, p.requires_grad) for p in module.parameters()}) > 2:
@@ -162,7 +162,7 @@ def _is_bias(name: str) -> bool:
 
 def has_hooks(module: nn.Module) -> bool:
     """Whether code of the user's runs around the module's own."""
-    return any(getattr(module, hooks) for hooks in _HOOKS)
+    return "forward" in vars(module) or any(getattr(module, hooks) for hooks in _HOOKS)
 
 
 def is_transformers_conv1d(module: nn.Module) -> bool:

@@ -80,6 +80,11 @@ def _refuse_code(model: nn.Module) -> None:
         where = f"{name}: " if name else ""
         if isinstance(module, torch.jit.ScriptModule):
             raise InvalidOption(f"{where}scripted by TorchScript, its layers are fixed; pass the module it was made of")
+        if hasattr(module, "_hf_hook"):
+            raise InvalidOption(
+                f"{where}its weights are moved by accelerate (device_map=); open it on one device, or call "
+                "accelerate.hooks.remove_hook_from_submodules(model) first"
+            )
         if type(module).__name__ == "FullyShardedDataParallel":
             raise InvalidOption(f"{where}sharded by FSDP; gather its weights into a model of one process first")
     if isinstance(model, torch.fx.GraphModule) and not any(_calls_layer(model, node) for node in model.graph.nodes):

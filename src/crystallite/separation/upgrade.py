@@ -99,7 +99,8 @@ def upgrade(
         level: the strictest level at which nothing is annealed away; larger ones keep everything too.
         targets, ignore: patterns of layer names. By default all layers that share hidden neurons with others: MLPs,
             feed-forward pairs of transformers, stacks of convolutions (blocks of channels); and recurrent networks
-            (blocks of hidden units, each reading inputs of its own). The last layer of a classifier is among them;
+            (blocks of hidden units, each reading inputs of its own). Attention, and other layers that stand alone, are
+            cut only where they are named. The last layer of a classifier is among them;
             ignore it if every output may read every block, and the first convolution if images have fewer channels than
             there are blocks.
         partition: which neuron goes to which block. "regions" keeps inputs together that vary together, "spread" gives
@@ -195,6 +196,7 @@ def upgrade(
     strays = sum(_drop_strays_(student, *each) for each in zip(partition.chains, partition.labels, strict=True))
     _prove(student, partition, chosen, level)
     student.train(model.training)
+    student, _ = prepared(student)  # without states that modules have kept with their graph
     small = in_blocks(student, partition.modules, example)
     options = UpgradedOptions(
         blocks,

@@ -43,8 +43,9 @@ def without_wrappers(model: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
     places = model.named_modules(remove_duplicate=False)
     wrapped = {name: kind for name, module in places if (kind := _wrapper(module))}
     computed = {name: kinds for name, module in model.named_modules() if (kinds := sorted(set(_computed(module))))}
-    if wrapped or computed:
-        model = _copied(model)
+    left = _left_by_training(model)
+    if wrapped or computed or left:
+        model = copy.deepcopy(model, {id(value): value.detach().clone() for value in left})
     for name in computed:
         _compute_(model.get_submodule(name), name)
     for name in reversed(wrapped):  # inner ones first, as the names of others may lead through them
@@ -102,10 +103,11 @@ def _computed(module: nn.Module) -> Iterator[str]:
         yield from (_NAMES.get(kind, f"the parametrization {kind}") for kind in kinds)
 
 
-def _copied(model: nn.Module) -> nn.Module:
-    """A copy; the weights that hooks leave on modules are no leaves of their graph, which PyTorch does not copy."""
-    left = (value for module in model.modules() for value in vars(module).values() if isinstance(value, Tensor))
-    return copy.deepcopy(model, {id(value): value.detach().clone() for value in left if not value.is_leaf})
+def _left_by_training(model: nn.Module) -> list[Tensor]:
+    """Tensors that hang on modules with the graph they come from, as computed weights and states do: PyTorch does not
+    copy them."""
+    held = (value for module in model.modules() for value in vars(module).values())
+    return [value for value in held if isinstance(value, Tensor) and not value.is_leaf]
 
 
 @torch.no_grad()
