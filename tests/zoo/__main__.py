@@ -11,6 +11,7 @@ from pathlib import Path
 
 from tests.zoo.models import ZOO
 from tests.zoo.running import run_models
+from tests.zoo.support_page import PAGE, page
 from tests.zoo.tables import causes, overview
 from tests.zoo.verbs import VERBS
 
@@ -22,6 +23,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="models at a time")
     parser.add_argument("--json", type=Path, help="write all outcomes there")
     parser.add_argument("--update", action="store_true", help="keep the other cells that the JSON file holds")
+    parser.add_argument("--write-docs", action="store_true", help="write docs/support.md from the outcomes")
     options = parser.parse_args()
     names = [name for name in ZOO if any(fnmatch.fnmatch(name, pattern) for pattern in options.models)]
     if not names:
@@ -33,6 +35,8 @@ def main() -> None:
             old = json.loads(options.json.read_text())
             table = {name: old.get(name, {}) | table.get(name, {}) for name in ZOO if name in old or name in table}
         options.json.write_text(json.dumps(table, indent=1, ensure_ascii=False))
+    if options.write_docs:
+        PAGE.write_text(page(table, ZOO))
     print(overview(table))
     print()
     print(causes(table))

@@ -18,6 +18,7 @@ LLAMA = TOKENS | {
 }  # fmt: skip
 HEADS = {"head_dim": 16}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": HIDDEN}
+LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
 LATENT = EXPERTS | {
     "n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "num_key_value_heads": 4,
     "kv_lora_rank": 32, "q_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16,
@@ -35,13 +36,13 @@ MIXED = ROTARY | {"feed_forward": (STACKED,)}
 def decoder(name: str, prefix: str, sizes: dict[str, Any], family: str = "dense", padded: bool = True, **facts: Any):
     """An entry for `<prefix>ForCausalLM` with a `<prefix>Config` of these sizes."""
 
-    def build() -> nn.Module:
-        named = {"Gemma3": "Gemma3TextConfig", "GPT2LMHead": "GPT2Config"}.get(prefix, f"{prefix}Config")
-        config = getattr(transformers, named)(**sizes)
-        named = f"{prefix}Model" if prefix.endswith("LMHead") else f"{prefix}ForCausalLM"
-        return plant_(getattr(transformers, named)(config))
+    config = {"Gemma3": "Gemma3TextConfig", "GPT2LMHead": "GPT2Config"}.get(prefix, f"{prefix}Config")
+    model = f"{prefix}Model" if prefix.endswith("LMHead") else f"{prefix}ForCausalLM"
 
-    return Entry(name, family, "decoder", build, texts(padded), generates=True, **facts)
+    def build() -> nn.Module:
+        return plant_(getattr(transformers, model)(getattr(transformers, config)(**sizes)))
+
+    return Entry(name, family, "decoder", build, texts(padded), generates=True, model_class=model, **facts)
 
 
 def fused(qkv: str, output: str, first: str, second: str) -> dict[str, Any]:
@@ -60,7 +61,7 @@ NEOX = fused("query_key_value", r"(self_)?attention\.dense", "dense_h_to_4h", "d
 DECODERS = [
     decoder("gpt2", "GPT2LMHead", GPT2, **fused(r"attn\.c_attn", r"attn\.c_proj", r"mlp\.c_fc", r"mlp\.c_proj")),
     decoder("llama", "Llama", LLAMA, **ROTARY),
-    decoder("llama_tied", "Llama", LLAMA | {"tie_word_embeddings": True}, **ROTARY),
+    decoder("llama_tied", "Llama", LLAMA | {"tie_word_embeddings": True}, note="tied head", **ROTARY),
     decoder("mistral", "Mistral", LLAMA | {"sliding_window": 16}, **ROTARY),
     decoder("qwen2", "Qwen2", LLAMA, **ROTARY),
     decoder("qwen3", "Qwen3", LLAMA | HEADS, **ROTARY | {"query_key": (NORMED,)}),
@@ -68,7 +69,8 @@ DECODERS = [
     decoder("gemma2", "Gemma2", LLAMA | HEADS | {"query_pre_attn_scalar": 16}, **ROTARY),
     decoder("gemma3", "Gemma3", LLAMA | HEADS | {"query_pre_attn_scalar": 16}, **ROTARY | {"query_key": (NORMED,)}),
     decoder("phi", "Phi", LLAMA | {"num_key_value_heads": 4},
-            feed_forward=(Pairs("fc1", "fc2"),), value_output=(Pairs("v_proj", r"self_attn\.dense"),), query_key=(KEY,)),
+            feed_forward=(Pairs("fc1", "fc2"),), value_output=(Pairs("v_proj", r"self_attn\.dense"),),
+            query_key=(KEY,)),
     decoder("phi3", "Phi3", LLAMA, **fused("qkv_proj", "o_proj", "gate_up_proj", r"mlp\.down_proj")),
     decoder("opt", "OPT", TOKENS | {"hidden_size": HIDDEN, "word_embed_proj_dim": HIDDEN, "ffn_dim": 4 * HIDDEN,
             "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64},
@@ -96,14 +98,14 @@ DECODERS = [
     decoder("granite", "Granite", LLAMA, **ROTARY),
     decoder("olmo2", "Olmo2", LLAMA, **ROTARY | {"query_key": (NORMED,)}),
     decoder("nemotron", "Nemotron", LLAMA, **ROTARY),
-    decoder("mixtral", "Mixtral", LLAMA | {"num_local_experts": 4}, "experts", **MIXED),
+    decoder("mixtral", "Mixtral", LLAMA | LOCAL, "experts", **MIXED),
     decoder("qwen2_moe", "Qwen2Moe", LLAMA | EXPERTS | {"shared_expert_intermediate_size": 2 * HIDDEN}, "experts",
             **MIXED | {"feed_forward": (STACKED, Pairs(r"shared_expert\.up_proj", r"shared_expert\.down_proj"))}),
     decoder("qwen3_moe", "Qwen3Moe", LLAMA | EXPERTS | HEADS, "experts", **MIXED | {"query_key": (NORMED,)}),
     decoder("olmoe", "Olmoe", LLAMA | {"num_experts": 4, "num_experts_per_tok": 2}, "experts",
             **MIXED | {"query_key": (NORMED,)}),
-    decoder("gpt_oss", "GptOss", LLAMA | HEADS | {"num_local_experts": 4, "num_experts_per_tok": 2}, "experts", **MIXED),
-    decoder("granitemoe", "GraniteMoe", LLAMA | {"num_local_experts": 4, "num_experts_per_tok": 2}, "experts", **MIXED),
+    decoder("gpt_oss", "GptOss", LLAMA | HEADS | LOCAL, "experts", **MIXED),
+    decoder("granitemoe", "GraniteMoe", LLAMA | LOCAL, "experts", **MIXED),
     decoder("deepseek_v2", "DeepseekV2", LLAMA | LATENT | {"topk_method": "greedy"}, "latent attention",
             feed_forward=(GATED, STACKED), value_output=(Pairs("kv_b_proj", "o_proj"),),
             query_key=(Pairs("q_b_proj", "kv_b_proj"),)),

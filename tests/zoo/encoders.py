@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ import transformers
 from torch import Tensor, nn
 
 from tests.zoo.decoders import TOKENS, WIDE
-from tests.zoo.entry import HIDDEN, Entry, Pairs, plant_, texts, token_ids
+from tests.zoo.entry import BATCH, HIDDEN, Batches, Entry, Pairs, plant_, texts, token_ids
 
 __all__ = ["ENCODERS", "ENCODER_DECODERS"]
 
@@ -45,11 +44,11 @@ def encoder(name: str, model: str, config: str, sizes: dict[str, Any], **facts: 
     def build() -> nn.Module:
         return plant_(getattr(transformers, model)(getattr(transformers, f"{config}Config")(**sizes)))
 
-    return Entry(name, "encoder", "encoder", build, texts(), **facts)
+    return Entry(name, "encoder", "encoder", build, texts(), model_class=model, **facts)
 
 
 def encoder_decoder(
-    name: str, model: str, config: str, sizes: dict[str, Any], batches: Callable[[int, int], Any] | None = None, **facts: Any
+    name: str, model: str, config: str, sizes: dict[str, Any], batches: Batches | None = None, **facts: Any
 ) -> Entry:
     """An entry for a class that reads with one half and writes with the other."""
 
@@ -57,7 +56,7 @@ def encoder_decoder(
         return plant_(getattr(transformers, model)(getattr(transformers, f"{config}Config")(**sizes)))
 
     both = batches or texts(decoder_input_ids=token_ids(12))
-    return Entry(name, "encoder–decoder", "seq2seq", build, both, generates=True, **facts)
+    return Entry(name, "encoder–decoder", "seq2seq", build, both, generates=True, model_class=model, **facts)
 
 
 def spectra(seed: int, samples: int) -> list[dict[str, Tensor]]:
@@ -66,7 +65,8 @@ def spectra(seed: int, samples: int) -> list[dict[str, Tensor]]:
     smooth = nn.functional.interpolate(torch.randn(samples, 16, 9, generator=rng), 40, mode="linear")
     features = smooth + 0.2 * torch.randn(samples, 16, 40, generator=rng)
     tokens = token_ids(12)(seed, samples)
-    return [{"input_features": f, "decoder_input_ids": t} for f, t in zip(features.split(32), tokens.split(32), strict=True)]
+    pairs = zip(features.split(BATCH), tokens.split(BATCH), strict=True)
+    return [{"input_features": heard, "decoder_input_ids": written} for heard, written in pairs]
 
 
 ENCODERS = [
@@ -79,9 +79,10 @@ ENCODERS = [
             "hidden_dim": 4 * HIDDEN, "n_layers": 2, "n_heads": 4, "max_position_embeddings": 64},
             feed_forward=(Pairs(r"ffn\.lin1", r"ffn\.lin2"),), value_output=(Pairs("v_lin", "out_lin"),),
             query_key=(Pairs("q_lin", "k_lin"),)),
-    encoder("deberta_v2", "DebertaV2ForSequenceClassification", "DebertaV2", WIDE | LABELS | {"relative_attention": True,
-            "pos_att_type": ["p2c", "c2p"], "share_att_key": True, "position_buckets": 16, "norm_rel_ebd": "layer_norm",
-            "position_biased_input": False, "max_relative_positions": -1, "pooler_hidden_size": HIDDEN},
+    encoder("deberta_v2", "DebertaV2ForSequenceClassification", "DebertaV2", WIDE | LABELS | {
+            "relative_attention": True, "pos_att_type": ["p2c", "c2p"], "share_att_key": True, "position_buckets": 16,
+            "norm_rel_ebd": "layer_norm", "position_biased_input": False, "max_relative_positions": -1,
+            "pooler_hidden_size": HIDDEN},
             **BERT | {"value_output": (Pairs("value_proj", r"attention\.output\.dense"),),
                       "query_key": (Pairs("query_proj", "key_proj"),)}),
     encoder("electra", "ElectraForSequenceClassification", "Electra", WIDE | LABELS | {"embedding_size": 32}, **BERT),
@@ -109,7 +110,7 @@ ENCODER_DECODERS = [
     encoder_decoder("t5", "T5ForConditionalGeneration", "T5", T5, **T5_ATTENTION,
                     feed_forward=(Pairs(r"DenseReluDense\.wi", r"DenseReluDense\.wo"),)),
     encoder_decoder("flan_t5", "T5ForConditionalGeneration", "T5", T5 | {"feed_forward_proj": "gated-gelu",
-                    "d_ff": 2 * HIDDEN, "tie_word_embeddings": False}, **T5_ATTENTION,
+                    "d_ff": 2 * HIDDEN, "tie_word_embeddings": False}, note="gated, as Flan-T5", **T5_ATTENTION,
                     feed_forward=(Pairs(r"DenseReluDense\.wi_1", r"DenseReluDense\.wo"),)),
     encoder_decoder("bart", "BartForConditionalGeneration", "Bart", BART, **FAIRSEQ),
     encoder_decoder("mbart", "MBartForConditionalGeneration", "MBart", BART, **FAIRSEQ),

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["HIDDEN", "VOCABULARY", "Entry", "Pairs", "images", "numbers", "plant_", "sounds", "texts"]
+__all__ = ["HIDDEN", "VOCABULARY", "Batches", "Entry", "Pairs", "images", "numbers", "plant_", "sounds", "texts"]
 
 HIDDEN, VOCABULARY = 64, 128
 SAMPLES, BATCH = 256, 32  # of calibration data
@@ -64,10 +64,23 @@ class Entry:
     own_code: bool = False  # loaded `into=` an instance of the original
     refused: Mapping[str, str] = field(default_factory=dict)  # verb → words of the reason that is expected
     not_applicable: Mapping[str, str] = field(default_factory=dict)  # verb → why it says nothing about this model
-    note: str = ""  # about the architecture
+    model_class: str = ""  # of transformers
+    note: str = ""  # what is special about it
 
     def __post_init__(self) -> None:
         assert self.kind in _KIND, self.kind
+
+    @property
+    def title(self) -> str:
+        """What users know it by."""
+        note = f" ({self.note})" if self.note else ""
+        return f"`{self.model_class}`{note}" if self.model_class else f"{self.name.replace('_', ' ')}{note}"
+
+    def expected(self, verb: str) -> str:
+        """How a cell has to come out."""
+        if verb in self.not_applicable or (verb == "generate" and not self.generates):
+            return "n/a"
+        return "refused" if verb in self.refused else "works"
 
     def model(self) -> nn.Module:
         """The model, the same every time."""
@@ -161,13 +174,15 @@ def plant_(model: nn.Module, seed: int = 0) -> nn.Module:
 
     Every matrix (linear layers, kernels of convolutions, stacked experts, gates of recurrent layers) becomes
     U·diag(σ)·Vᵀ with random U, V and σ_i ∝ exp(−DECAY·i/n), its rows scaled by log-normal numbers so that some neurons
-    matter more, and its norm such that white inputs of variance 1 give outputs of variance 1 (of convolutions 2, against
-    what ReLUs take away). Embeddings are drawn from
-    N(0, 1), positions from N(0, 1/4); biases that are 0 from N(0, 1/100); scales of residual branches become 1/2.
+    matter more, and its norm such that white inputs of variance 1 give outputs of variance 1; of convolutions 2,
+    against what ReLUs take away. Embeddings are drawn from N(0, 1), positions from N(0, 1/4); biases that are 0 from
+    N(0, 1/100); scales of residual branches become 1/2.
     Whatever else a model has (norms, decays of state-space models) stays as it was initialised.
     """
     rng = torch.Generator().manual_seed(seed)
-    owners = {f"{name}.{own}".lstrip("."): module for name, module in model.named_modules() for own in module._parameters}
+    owners = {
+        f"{name}.{own}".lstrip("."): module for name, module in model.named_modules() for own in module._parameters
+    }
     done = set[int]()
     for name, parameter in model.named_parameters():
         owner, last = owners[name], name.rpartition(".")[2]

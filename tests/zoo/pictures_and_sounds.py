@@ -25,7 +25,8 @@ ROWS = {
 WAV2VEC2 = {
     "vocab_size": 32, "hidden_size": HIDDEN, "num_hidden_layers": 2, "num_attention_heads": 4,
     "intermediate_size": 4 * HIDDEN, "conv_dim": (32, 32), "conv_stride": (8, 4), "conv_kernel": (16, 8),
-    "num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 4, "mask_time_prob": 0.0, "num_feat_extract_layers": 2,
+    "num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 4, "mask_time_prob": 0.0,
+    "num_feat_extract_layers": 2,
 }  # fmt: skip
 SPEECH = FAIRSEQ | {"feed_forward": (Pairs("intermediate_dense", "output_dense"),)}
 
@@ -36,7 +37,7 @@ def entry(kind: str, name: str, model: str, config: str, sizes: dict[str, Any], 
     def build() -> nn.Module:
         return plant_(getattr(transformers, model)(getattr(transformers, f"{config}Config")(**sizes)))
 
-    return Entry(name, kind, kind, build, batches, **facts)
+    return Entry(name, kind, kind, build, batches, model_class=model, **facts)
 
 
 def vision(name: str, model: str, config: str, sizes: dict[str, Any], **facts: Any) -> Entry:
@@ -79,14 +80,14 @@ VISION = [
     vision("convnext", "ConvNextForImageClassification", "ConvNext", STAGES | {"num_stages": 2, "patch_size": 4},
            feed_forward=(Pairs("pwconv1", "pwconv2"),)),
     vision("resnet", "ResNetForImageClassification", "ResNet", STAGES | {"embedding_size": 32},
-           feed_forward=(Pairs(r"layer\.1\.convolution", r"layer\.2\.convolution"),), note="bottlenecks of convolutions"),
+           feed_forward=(Pairs(r"layer\.1\.convolution", r"layer\.2\.convolution"),)),
     vision("mobilenet_v2", "MobileNetV2ForImageClassification", "MobileNetV2", {"depth_multiplier": 0.35,
            "image_size": 32, "num_labels": 5, "depth_divisible_by": 8, "min_depth": 8},
            feed_forward=(Pairs(r"(conv_3x3|expand_1x1)\.convolution", r"reduce_1x1\.convolution"),)),
     vision("segformer", "SegformerForSemanticSegmentation", "Segformer", {"num_encoder_blocks": 2, "depths": [1, 1],
            "sr_ratios": [2, 1], "hidden_sizes": [32, 64], "patch_sizes": [7, 3], "strides": [4, 2],
            "num_attention_heads": [2, 4], "mlp_ratios": [4, 4], "decoder_hidden_size": 32, "num_labels": 5}, **ROWS),
-    Entry("clip", "vision", "vision", clip, captioned, **FAIRSEQ),
+    Entry("clip", "vision", "vision", clip, captioned, model_class="CLIPModel", **FAIRSEQ),
     vision("clip_vision", "CLIPVisionModelWithProjection", "CLIPVision", {
            name: value for name, value in VIT.items() if name != "num_labels"} | {"projection_dim": 32}, **FAIRSEQ),
     vision("regnet", "RegNetForImageClassification", "RegNet", STAGES | {"embedding_size": 32, "groups_width": 16,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
 from tests.zoo.decoders import LLAMA, ROTARY
-from tests.zoo.entry import HIDDEN, VOCABULARY, Entry, Pairs, images, numbers, plant_, texts, token_ids
+from tests.zoo.entry import HIDDEN, VOCABULARY, Entry, Pairs, images, numbers, plant_, texts
 
 __all__ = ["PLAIN"]
 
@@ -243,9 +242,20 @@ def plain(name: str, build: Callable[[], nn.Module], batches: Any, planted: bool
     return Entry(name, "PyTorch", "plain", (lambda: plant_(build())) if planted else build, batches, **facts)
 
 
+def llama_as(name: str, build: Callable[[], nn.Module], note: str) -> Entry:
+    """A Llama in another form."""
+    known = {"model_class": "LlamaForCausalLM", "note": note, "generates": True}
+    return Entry(name, "dense", "decoder", build, texts(), **known, **ROTARY)
+
+
 def words(seed: int, samples: int) -> list[Tensor]:
     """Token numbers as a positional argument."""
     return [batch["input_ids"] for batch in texts(padded=False)(seed, samples)]
+
+
+def pictures(seed: int, samples: int) -> list[Tensor]:
+    """Images as a positional argument."""
+    return [batch["pixel_values"] for batch in images()(seed, samples)]
 
 
 VECTORS, SEQUENCES = numbers(HIDDEN), numbers(16, HIDDEN)
@@ -253,11 +263,17 @@ VECTORS, SEQUENCES = numbers(HIDDEN), numbers(16, HIDDEN)
 PLAIN = [
     plain("mlp", mlp, VECTORS, feed_forward=HIDDEN_LAYERS),
     plain("nn_transformer_encoder", Encoder, words, own_code=True, **LINEARS),
-    plain("nn_transformer", lambda: nn.Transformer(HIDDEN, 4, 2, 2, 4 * HIDDEN, batch_first=True),
-          numbers(12, HIDDEN, parts=2), own_code=True, **LINEARS),
+    plain(
+        "nn_transformer",
+        lambda: nn.Transformer(HIDDEN, 4, 2, 2, 4 * HIDDEN, batch_first=True),
+        numbers(12, HIDDEN, parts=2),
+        own_code=True,
+        **LINEARS,
+    ),
     plain("nn_multihead_attention", Attention, SEQUENCES, own_code=True, **LINEARS),
-    plain("unet", UNet, images_positional := (lambda seed, n: [b["pixel_values"] for b in images()(seed, n)]),
-          own_code=True, feed_forward=(Pairs(r"(down1|down2|join)\.0", r"(down1|down2|join)\.3"),)),
+    plain(
+        "unet", UNet, pictures, own_code=True, feed_forward=(Pairs(r"(down1|down2|join)\.0", r"(down1|down2|join)\.3"),)
+    ),
     plain("mixer", Mixer, SEQUENCES, own_code=True, feed_forward=(Pairs(r"\d+\.0", r"\d+\.2"),)),
     plain("bidirectional_lstm", Tagger, words, own_code=True),
     plain("tied_head", Tied, words, own_code=True, feed_forward=LINEARS["feed_forward"]),
@@ -271,8 +287,8 @@ PLAIN = [
     plain("torch_compile", compiled, VECTORS, planted=False, feed_forward=HIDDEN_LAYERS),
     plain("torchscript", scripted, VECTORS, planted=False, feed_forward=HIDDEN_LAYERS),
     plain("data_parallel", parallel, VECTORS, planted=False, own_code=True, feed_forward=HIDDEN_LAYERS),
-    Entry("llama_bf16", "dense", "decoder", lambda: llama().bfloat16(), texts(), generates=True, **ROTARY),
-    Entry("llama_f16", "dense", "decoder", lambda: llama().half(), texts(), generates=True, **ROTARY),
-    Entry("llama_lora", "dense", "decoder", adapted, texts(), generates=True, **ROTARY),
+    llama_as("llama_bf16", lambda: llama().bfloat16(), "bfloat16"),
+    llama_as("llama_f16", lambda: llama().half(), "float16"),
+    llama_as("llama_lora", adapted, "with a LoRA adapter of peft"),
     plain("torchao_int8", quantised, VECTORS, planted=False, feed_forward=HIDDEN_LAYERS),
 ]

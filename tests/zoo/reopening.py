@@ -18,7 +18,8 @@ import torch
 def reopened(expected: Path) -> dict[str, Any]:
     """Whether the folder beside a file of expected answers gives them."""
     import crystallite as cx
-    from tests.zoo.verbs import Wrong, answers, deviation, generated
+    from tests.zoo.cases import Wrong, answers, deviation
+    from tests.zoo.verbs import generated
 
     stored = torch.load(expected, weights_only=False)
     folder = expected.with_suffix("")
@@ -57,11 +58,13 @@ def main() -> None:
             line |= {"status": "works", **reopened(Path(name))}
         except Exception as error:
             from crystallite import CrystalliteError
-            from tests.zoo.verbs import Wrong, _frames, _plain
+            from tests.zoo.cases import Wrong, plain_text, where
 
-            status = "wrong" if isinstance(error, Wrong) else "refused" if isinstance(error, CrystalliteError) else "crash"
-            text = _plain(error) if status != "crash" else f"{type(error).__name__}: {_plain(error)}"
-            line |= {"status": status, "text": text, "frames": _frames(error)}
+            status = (
+                "wrong" if isinstance(error, Wrong) else "refused" if isinstance(error, CrystalliteError) else "crash"
+            )
+            text = plain_text(error) if status != "crash" else f"{type(error).__name__}: {plain_text(error)}"
+            line |= {"status": status, "text": text, "frames": where(error)}
             traceback.print_exc(limit=3)
         with results.open("a") as file:
             file.write(json.dumps(line) + "\n")

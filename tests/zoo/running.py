@@ -14,21 +14,22 @@ from typing import Any
 
 import torch
 
+from tests.zoo.cases import Case, Outcome
 from tests.zoo.entry import Entry
 from tests.zoo.models import ZOO
-from tests.zoo.verbs import Case, Outcome, run_all
+from tests.zoo.tables import Table
+from tests.zoo.verbs import run_all
 
 __all__ = ["run_models"]
 
 SECONDS = 300  # for all cells of a model
 ROOT = Path(__file__).parents[2]
-Table = dict[str, dict[str, dict[str, Any]]]  # model → verb → outcome
 
 
 def run_models(
-    names: Sequence[str], verbs: Sequence[str], folder: Path, jobs: int = 1, said: Callable[[str], None] = lambda _: None
+    names: Sequence[str], verbs: Sequence[str], folder: Path, jobs: int = 1, said: Callable[[str], object] = print
 ) -> Table:
-    """The cells of some models; `folder` keeps what they write."""
+    """The cells of some models; `folder` keeps what they write, `said` is told how it goes."""
     waiting, running = list(names), dict[str, tuple[Any, float]]()
     context = multiprocessing.get_context("fork")  # torch and transformers are imported once
     table: Table = {}
@@ -64,7 +65,7 @@ def _model(entry: Entry, verbs: list[str], folder: Path) -> None:
     case = Case(entry, folder)
     with (folder / "cells.jsonl").open("a") as file:
         for verb, outcome in run_all(case, verbs):
-            file.write(json.dumps([verb, outcome.to_json() | {"units": getattr(case, "groups", None)}]) + "\n")
+            file.write(json.dumps([verb, outcome.to_json()]) + "\n")
             file.flush()
 
 
@@ -73,7 +74,7 @@ def _read(file: Path, verbs: Sequence[str], reason: str) -> dict[str, dict[str, 
     return found | {verb: Outcome("crash", reason).to_json() for verb in verbs if verb not in found}
 
 
-def _reopen(table: Table, folder: Path, said: Callable[[str], None]) -> None:
+def _reopen(table: Table, folder: Path, said: Callable[[str], object]) -> None:
     """Let a fresh process open what was saved, and write what it says into the cells."""
     files = [str(path) for name in table for path in sorted((folder / name).glob("fresh-*.pt"))]
     results = folder / "reopened.jsonl"

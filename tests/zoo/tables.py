@@ -6,9 +6,11 @@ import re
 from collections import Counter, defaultdict
 from typing import Any
 
-__all__ = ["causes", "overview"]
+from tests.zoo.entry import Entry
 
-Table = dict[str, dict[str, dict[str, Any]]]
+__all__ = ["Table", "causes", "overview", "problems"]
+
+Table = dict[str, dict[str, dict[str, Any]]]  # model → verb → outcome
 SIGNS = {"works": "✓", "refused": "r", "crash": "CRASH", "wrong": "WRONG", "nothing": "NOTHING", "n/a": "·"}
 
 
@@ -18,9 +20,7 @@ def overview(table: Table) -> str:
     rows = [["model", *verbs, "share", "error", "seconds"]]
     for name, cells in table.items():
         numbers = cells.get("compress", {}).get("numbers", {})
-        text = cells.get("compress", {}).get("text", "")
-        share = f"{numbers['share']:.3f}" if "share" in numbers else (re.findall(r"\d+ ?%", text) or [""])[0]
-        error = f"{numbers['error']:.4f}" if "error" in numbers else (re.findall(r"error ([\d.]+)", text) or [""])[0]
+        share, error = (f"{numbers[name]:.3f}" if name in numbers else "" for name in ("share", "error"))
         seconds = f"{sum(cell['seconds'] for cell in cells.values()):.0f}"
         rows.append([name, *(SIGNS[cells[v]["status"]] if v in cells else "" for v in verbs), share, error, seconds])
     for status in SIGNS:
@@ -52,3 +52,15 @@ def _shape(text: str) -> str:
     text = re.sub(r"'[^']*'|\"[^\"]*\"", "'…'", text)
     text = re.sub(r"[\w]+(\.[\w]+)+", "…", text)
     return re.sub(r"[A-Z]\w*(For|Model|LM)\w*|-?\d[\d.e,%-]*", "#", text)[:90]
+
+
+def problems(entry: Entry, cells: dict[str, dict[str, Any]]) -> list[str]:
+    """Cells that came out otherwise than the registry says."""
+    found = []
+    for verb, cell in cells.items():
+        expected = entry.expected(verb)
+        reason = entry.refused.get(verb, "")
+        if cell["status"] != expected or (expected == "refused" and reason not in cell["text"]):
+            came = f"{cell['status']}: {cell['text']} {cell['frames']}"
+            found.append(f"{entry.name} × {verb}: expected {expected} {reason}, got {came}")
+    return found

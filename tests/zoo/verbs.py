@@ -5,12 +5,9 @@ from __future__ import annotations
 import copy
 import re
 import time
-import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from functools import cached_property
-from pathlib import Path
+from html import escape
 from typing import Any
 
 import numpy as np
@@ -21,157 +18,31 @@ import crystallite as cx
 from crystallite.compression.pruning import find_prunable
 from crystallite.data.batch import Batch, batches
 from crystallite.models.layers import find_units
+from tests.zoo.cases import (
+    Case,
+    NotApplicable,
+    Nothing,
+    Outcome,
+    Wrong,
+    answers,
+    deviation,
+    main,
+    plain_text,
+    same,
+    valid,
+    where,
+)
 from tests.zoo.counting import count
-from tests.zoo.entry import SAMPLES, Entry, Pairs
+from tests.zoo.entry import Pairs
 
-__all__ = ["VERBS", "Case", "Outcome", "run"]
+__all__ = ["VERBS", "generated", "run", "run_all"]
 
 BUDGET, WITHIN = 0.5, 0.01
 NEW_TOKENS = 6
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}  # of the norm of the output
-
-
-class Wrong(Exception):
-    """Answers differ, or are not what was asked for."""
-
-
-class Nothing(Exception):
-    """The verb returned and did nothing, without a word."""
-
-
-class NotApplicable(Exception):
-    """The cell says nothing about this model."""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What came of one cell."""
-
-    status: str  # works, refused, crash, wrong, nothing, n/a
-    text: str = ""
-    numbers: dict[str, Any] = field(default_factory=dict)
-    frames: tuple[str, ...] = ()  # of a crash or refusal: where it was raised, innermost last
-    seconds: float = 0.0
-
-    def to_json(self) -> dict[str, Any]:
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in vars(self).items()}
-
-
-class Case:
-    """A model with its data, and what verbs have made of it so far."""
-
-    def __init__(self, entry: Entry, folder: Path) -> None:
-        self.entry, self.folder = entry, folder
-        self.model = entry.model()
-        self.calibration = entry.batches(1, SAMPLES)
-        self.fresh = next(batches(entry.batches(2, 64)))  # samples that nothing was fitted on
-        self.made: dict[str, nn.Module] = {}
-        self.tokens: Tensor | None = None
-
-    @cached_property
-    def planted(self) -> tuple[nn.Module, list[str]]:
-        """The model with every layer masked to scrambled blocks, and the names of these weights."""
-        return _planted(copy.deepcopy(self.model))
-
-    def small(self) -> nn.Module:
-        """What `compress` made, or the next verb that gave something."""
-        for verb in ("compress", "blocks", "upgrade", "exact"):
-            if verb in self.made:
-                return self.made[verb]
-        raise NotApplicable("no verb gave a smaller model")
-
-    def source(self, verb: str) -> nn.Module:
-        """The model that a verb started from."""
-        return self.planted[0] if verb == "exact" else self.model
-
-    @property
-    def is_transformers(self) -> bool:
-        return hasattr(self.model, "config") and hasattr(self.model, "save_pretrained")
-
-
-def run(case: Case, verb: str) -> Outcome:
-    """One cell."""
-    began = time.perf_counter()
-
-    def outcome(status: str, text: str = "", numbers: Any = None, frames: tuple[str, ...] = ()) -> Outcome:
-        return Outcome(status, text, numbers or {}, frames, round(time.perf_counter() - began, 2))
-
-    if verb in case.entry.not_applicable:
-        return outcome("n/a", case.entry.not_applicable[verb])
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return outcome("works", numbers=VERBS[verb](case))
-    except NotApplicable as reason:
-        return outcome("n/a", str(reason))
-    except Wrong as what:
-        return outcome("wrong", str(what))
-    except Nothing as what:
-        return outcome("nothing", str(what))
-    except cx.CrystalliteError as error:
-        return outcome("refused", _plain(error), frames=_frames(error))
-    except Exception as error:
-        return outcome("crash", f"{type(error).__name__}: {_plain(error)}", frames=_frames(error))
-
-
-def _plain(error: BaseException) -> str:
-    """The text of an error without what differs between machines."""
-    text = re.sub(r"(/[\w.@+-]+){3,}", lambda found: "…/" + found[0].rpartition("/")[2], str(error))
-    return re.sub(r"\s+", " ", text)[:600]
-
-
-def _frames(error: BaseException) -> tuple[str, ...]:
-    """The last places inside the package, and the innermost of all."""
-    found = traceback.extract_tb(error.__traceback__)
-    inside = [f for f in found if "/crystallite/" in f.filename]
-    chosen = inside[-4:] + ([found[-1]] if found and found[-1] not in inside else [])
-    return tuple(f"{'/'.join(Path(f.filename).parts[-2:])}:{f.lineno} {f.name}" for f in chosen)
-
-
-# What a model says, and whether two say the same.
-
-
-def answers(model: nn.Module, batch: Batch) -> Tensor:
-    """The main output in float32, without positions that are padding."""
-    return valid(main(batch.run(model)), batch)
-
-
-def main(output: Any) -> Tensor:
-    """Logits where something is called so, else the first tensor."""
-    if isinstance(output, Tensor):
-        return output
-    for name in ("logits", "logits_per_image", "last_hidden_state", "image_embeds"):
-        if getattr(output, name, None) is not None:
-            return getattr(output, name)
-    return main(next(iter(output.values() if hasattr(output, "values") else output)))
-
-
-def valid(output: Tensor, batch: Batch) -> Tensor:
-    mask = batch.named.get("attention_mask") if "decoder_input_ids" not in batch.named else None
-    output = output.detach().float()
-    return output[mask.bool()] if mask is not None and output.shape[:2] == mask.shape else output
-
-
-def deviation(found: Tensor, expected: Tensor) -> float:
-    """‖found − expected‖ / ‖expected‖."""
-    if found.shape != expected.shape:
-        raise Wrong(f"outputs of shape {list(found.shape)}, expected {list(expected.shape)}")
-    return float((found - expected).norm() / expected.norm().clamp_min(1e-30))
-
-
-def same(case: Case, found: Tensor, expected: Tensor, what: str) -> float:
-    """How far two outputs are from each other, which must be rounding."""
-    dtype = next(p.dtype for p in case.model.parameters() if p.is_floating_point())
-    if not (own := deviation(found, expected)) <= TOLERANCE.get(dtype, 1e-4):
-        raise Wrong(f"{what}: outputs deviate by {own:.2g}")
-    return own
-
-
-# The verbs.
 
 
 def analyze(case: Case) -> dict[str, Any]:
-    rows = [row.name for row in cx.analyze(case.model)]
+    rows = [row.name for row in cx.analyze(case.model).rows]
     if not rows:
         raise Nothing("no layer was listed")
     missing = [name for name in _matrices(case.model) if not any(_names(row, name) for row in rows)]
@@ -186,37 +57,23 @@ def _names(row: str, parameter: str) -> bool:
 
 
 def _matrices(model: nn.Module) -> list[str]:
-    """Weights that multiply what a layer reads: of linear layers, convolutions, attention, gates, experts."""
+    """Weights that multiply what a layer reads: of linear layers, convolutions, attention, gates, experts.
+
+    Not those that are tied to a table, under whose name they are found.
+    """
+    tables = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
     known = (nn.Linear, nn.modules.conv._ConvNd, nn.RNNBase, nn.MultiheadAttention)
     found = []
     for name, module in model.named_modules():
         for own, p in module.named_parameters(name, recurse=False):
             stacked = p.ndim == 3 and own.endswith("_proj")
-            if p.ndim > 1 and (stacked or isinstance(module, known) or type(module).__name__ == "Conv1D"):
+            if (
+                p.ndim > 1
+                and id(p) not in tables
+                and (stacked or isinstance(module, known) or type(module).__name__ == "Conv1D")
+            ):
                 found.append(own)
     return found
-
-
-@torch.no_grad()
-def _planted(model: nn.Module) -> tuple[nn.Module, list[str]]:
-    """Two scrambled blocks in every matrix of a layer, in place."""
-    rng = np.random.default_rng(0)
-    names = []
-    tied = [id(p) for m in model.modules() for p in m._parameters.values() if p is not None]
-    for name, module in model.named_modules():
-        is_conv = isinstance(module, nn.modules.conv._ConvNd)
-        if isinstance(module, nn.modules.conv._ConvTransposeNd) or (is_conv and module.groups > 1):
-            continue
-        if not (isinstance(module, nn.Linear) or is_conv or type(module).__name__ == "Conv1D"):
-            continue
-        weight = module._parameters.get("weight")
-        if weight is None or tied.count(id(weight)) > 1 or min(weight.shape[:2]) < 4 or not weight.is_floating_point():
-            continue
-        rows, columns = (rng.permutation(np.arange(size) % 2) for size in weight.shape[:2])
-        kept = torch.from_numpy(rows[:, None] == columns).view(*weight.shape[:2], *[1] * (weight.ndim - 2))
-        weight.mul_(2**0.5 * kept.to(weight.dtype))
-        names.append(name)
-    return model, names
 
 
 def exact(case: Case) -> dict[str, Any]:
@@ -245,9 +102,9 @@ def compress(case: Case) -> dict[str, Any]:
     numbers["reported_share"] = _reported_share(small)
     share = numbers["share"]
     if share > 0.99:
-        raise Nothing(f"keeps {share:.0%} of the multiply-adds, error {numbers['error']:.3f}")
+        raise Nothing(f"keeps {share:.0%} of the multiply-adds, error {numbers['error']:.3f}", numbers)
     if share > BUDGET + WITHIN:
-        raise Wrong(f"keeps {share:.0%} of the whole model's multiply-adds, error {numbers['error']:.3f}")
+        raise Wrong(f"keeps {share:.0%} of the whole model's multiply-adds, error {numbers['error']:.3f}", numbers)
     return numbers
 
 
@@ -377,7 +234,9 @@ def onnx(case: Case) -> dict[str, Any]:
     batch = case.fresh.slice(11, 16)
     given = dict(batch.named) if batch.named else dict(enumerate(batch.positional))
     names = [value.name for value in session.get_inputs()]
-    feed = {name: given[name if name in given else i].numpy() for i, name in enumerate(names) if name in given or i in given}
+    feed = {
+        name: given[name if name in given else i].numpy() for i, name in enumerate(names) if name in given or i in given
+    }
     expected = answers(small, batch)
     outputs = [torch.from_numpy(np.asarray(o)).float() for o in session.run(None, feed)]
     tried = [valid(o, batch) for o in outputs if valid(o, batch).shape == expected.shape]
@@ -407,7 +266,8 @@ def service(case: Case) -> dict[str, Any]:
 def report(case: Case) -> dict[str, Any]:
     small, path = case.small(), case.folder / "report.html"
     page = cx.report(case.source(_origin(case)), path, reorganized=small)
-    missing = [row.name for row in page.analysis if row.name not in path.read_text()]
+    html = path.read_text()
+    missing = [row.name for row in page.analysis.rows if escape(row.name) not in html]
     if missing:
         raise Wrong(f"{missing[0]} is not on the page")
     return {"bytes": path.stat().st_size}
@@ -426,9 +286,8 @@ def units(case: Case) -> dict[str, Any]:
             found = sum(pair.is_in(tuple(layers)) for layers in groups)
             numbers.setdefault(what, []).append([found, expected, pair.reason])
             missed += [f"{what} {found} of {expected}"] if found < expected and not pair.reason else []
-    case.groups = numbers  # type: ignore[attr-defined]  # kept where the cell is not "works"
     if missed:
-        raise Nothing(", ".join(missed))
+        raise Nothing(", ".join(missed), numbers)
     return numbers
 
 
@@ -437,6 +296,31 @@ VERBS: dict[str, Callable[[Case], dict[str, Any]]] = {
     for verb in (analyze, units, exact, compress, blocks, upgrade, validate, save, pretrained, generate, onnx, service,
                  report)
 }  # fmt: skip
+
+
+def run(case: Case, verb: str) -> Outcome:
+    """One cell."""
+    began = time.perf_counter()
+
+    def outcome(status: str, text: str = "", numbers: Any = None, frames: tuple[str, ...] = ()) -> Outcome:
+        return Outcome(status, text, numbers or {}, frames, round(time.perf_counter() - began, 2))
+
+    if verb in case.entry.not_applicable:
+        return outcome("n/a", case.entry.not_applicable[verb])
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return outcome("works", numbers=VERBS[verb](case))
+    except NotApplicable as reason:
+        return outcome("n/a", str(reason))
+    except Wrong as what:
+        return outcome("wrong", str(what), what.numbers)
+    except Nothing as what:
+        return outcome("nothing", str(what), what.numbers)
+    except cx.CrystalliteError as error:
+        return outcome("refused", plain_text(error), frames=where(error))
+    except Exception as error:
+        return outcome("crash", f"{type(error).__name__}: {plain_text(error)}", frames=where(error))
 
 
 def run_all(case: Case, verbs: list[str]) -> Iterator[tuple[str, Outcome]]:
