@@ -117,7 +117,7 @@ def eliminate(
     """For each size, which neurons that a layer reads to keep, and the best weight that is zero for all others.
 
     places: (neurons, inputs of each), None: each input is one; inputs that belong to none stay. Backward elimination:
-    those go whose removal costs least after all others have been fitted again, tr W_g [M⁻¹]_gg⁻¹ W_gᵀ with M the metric.
+    those go whose removal costs least after all others have been fitted again, tr W_g [M⁻¹]_gg⁻¹ W_gᵀ with metric M.
     O(inputs³).
 
     >>> from crystallite.statistics.moments import Moments

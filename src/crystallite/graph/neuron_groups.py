@@ -155,7 +155,7 @@ def neuron_groups(model: nn.Module, spaces: Spaces) -> dict[Axis, NeuronGroup]:
     """The groups of a traced model, each under the axis that consists of its neurons alone, in the order of the model.
 
     They are neurons whose order is free, in tensors of layers and of what they pass only. Whether they can be removed
-    is for the trials (`trials.py`) to say. Numbers inside heads are not among them: see `value_group` and `score_groups`.
+    is for the trials (`trials.py`) to say. Numbers inside heads are not among them (`value_group`, `score_groups`).
     """
     found = dict[Axis, NeuronGroup]()
     for number, space in enumerate(spaces.spaces):
