@@ -30,7 +30,10 @@ def find_prunable(model: nn.Module, names: Collection[str], batch: Batch) -> lis
     """
     groups = find_neuron_groups(model, names, batch)
     single = [group for group in groups if group.is_aligned and len(group.readers) == 1]
-    return [g for g in single if (can_rotate if g.inside_heads else acts_alone)(model, g, batch)]
+    found = [g for g in single if (can_rotate if g.inside_heads else acts_alone)(model, g, batch)]
+    # what heads hand on keeps its places in their layers, so that neurons on the other side cannot go as well
+    neurons = {name for group in found if not group.inside_heads for name in group.layers}
+    return [group for group in found if not (group.inside_heads and neurons & {*group.layers})]
 
 
 def eliminate(regression: Regression, sizes: Sequence[int], width: int = 1) -> dict[int, tuple[Tensor, Tensor]]:

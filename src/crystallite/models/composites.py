@@ -1,13 +1,14 @@
 """Modules that multiply several weights themselves, expanded into layers that can be taken apart, and collapsed again.
 
 An expanded module has the interface of what it stands for, so that a model runs, is traced and is saved with it as with
-any other. `find_units` sees the layers inside it. Its class has `from_dense` and `to_dense`, which gives None where one
-of its layers is no longer what it was.
+any other, and `find_units` sees the layers inside it. Where none of them has changed, it is collapsed in the end.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from torch import nn
 
@@ -18,41 +19,63 @@ from crystallite.operators.attention import ExpandedAttention
 
 __all__ = ["collapse_", "expand_", "expanded"]
 
-_EXPANDED = {"attention": ExpandedAttention}  # by the kind of a unit
+
+@dataclass(frozen=True)
+class _Composite:
+    """A kind of such modules; all three take a model, the last two change it in place and return it."""
+
+    is_held: Callable[[nn.Module], bool]
+    expand: Callable[[nn.Module], nn.Module]
+    collapse: Callable[[nn.Module], nn.Module]
 
 
 def expand_(model: nn.Module) -> nn.Module:
-    """The model, in place, with the projections of every attention that allows it as layers; others stay as they are.
+    """The model, in place, with layers wherever a module multiplies several weights itself and allows it.
 
     >>> [unit.name for unit in find_units(expand_(nn.TransformerEncoderLayer(4, 2, 8)), ["*"], [])]
     ['self_attn.q', 'self_attn.k', 'self_attn.v', 'self_attn.out', 'linear1', 'linear2']
     """
-    for unit in find_units(model, ["*"], []):
-        if unit.kind in _EXPANDED and not unit.reason:
-            made = _EXPANDED[unit.kind].from_dense(unit.module)  # type: ignore[arg-type]
-            model = put_everywhere_(model, unit.name, made)
+    for composite in _COMPOSITES:
+        model = composite.expand(model)
     return model
 
 
 def expanded(model: nn.Module) -> nn.Module:
-    """The model itself if there is nothing to expand, an expanded copy otherwise."""
-    if any(unit.kind in _EXPANDED and not unit.reason for unit in find_units(model, ["*"], [])):
-        return expand_(copy.deepcopy(model))
-    return model
+    """The model itself if it holds no such module, an expanded copy otherwise."""
+    return expand_(copy.deepcopy(model)) if any(each.is_held(model) for each in _COMPOSITES) else model
 
 
 def collapse_(model: nn.Module) -> nn.Module:
-    """The model, in place, with PyTorch's own module wherever the layers of an expanded one are what they were.
+    """The model, in place, with the modules that it had wherever the layers of an expanded one are what they were.
 
     >>> type(collapse_(expand_(nn.MultiheadAttention(4, 2)))).__name__
     'MultiheadAttention'
     """
-    for name, module in list(model.named_modules()):
-        if type(module) in _EXPANDED.values():
-            dense = module.to_dense()  # type: ignore[operator]
-            if dense is not None:
-                record = find_record(model)
-                model = put_everywhere_(model, name, dense)
-                if record is not None:
-                    set_record_(model, record)
+    record = find_record(model)
+    for composite in _COMPOSITES:
+        model = composite.collapse(model)
+    if record is not None:
+        set_record_(model, record)  # the model may have been such a module as a whole
     return model
+
+
+def _holds_attention(model: nn.Module) -> bool:
+    return any(isinstance(module, nn.MultiheadAttention) for module in model.modules())
+
+
+def _expand_attention(model: nn.Module) -> nn.Module:
+    for unit in find_units(model, ["*"], []) if _holds_attention(model) else ():
+        if isinstance(unit.module, nn.MultiheadAttention) and not unit.reason:
+            model = put_everywhere_(model, unit.name, ExpandedAttention.from_dense(unit.module))
+    return model
+
+
+def _collapse_attention(model: nn.Module) -> nn.Module:
+    for name, module in list(model.named_modules()):
+        dense = module.to_dense() if isinstance(module, ExpandedAttention) else None
+        if dense is not None:
+            model = put_everywhere_(model, name, dense)
+    return model
+
+
+_COMPOSITES = (_Composite(_holds_attention, _expand_attention, _collapse_attention),)

@@ -51,7 +51,7 @@ class Unit:
     kind: str
     reason: str = ""
     tied: int = 0  # of its numbers, those that an earlier layer holds too
-    shared: bool = False  # whether it stands in several places of the model, which all have this one module
+    shared: bool = False  # whether it stands in several places: only what does not mind who else calls it may replace it
 
     @property
     def parameters(self) -> int:
@@ -113,14 +113,14 @@ def find_units(model: nn.Module, targets: Sequence[str], ignore: Sequence[str]) 
 
 
 def in_several_places(model: nn.Module) -> set[nn.Module]:
-    """Modules that more than one place of the model's other modules holds; those inside a shared one are in one.
+    """Modules that have more than one name in the model: themselves in several places, or inside one that is.
 
     >>> layer = nn.Linear(2, 2)
     >>> in_several_places(nn.Sequential(layer, nn.ReLU(), layer)) == {layer}
     True
     """
-    places = Counter(child for module in model.modules() for child in module._modules.values())
-    return {module for module, count in places.items() if module is not None and count > 1}
+    places = Counter(module for _, module in model.named_modules(remove_duplicate=False))
+    return {module for module, count in places.items() if count > 1}
 
 
 def _with_inner(model: nn.Module, units: Sequence[str] | dict[str, Unit], patterns: str | Sequence[str]) -> list[str]:

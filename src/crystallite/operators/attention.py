@@ -56,11 +56,8 @@ class ExpandedAttention(nn.Module):
         super().__init__()
         self.q, self.k, self.v, self.out = q, k, v, out
         self.num_heads, self.head_dim, self.dropout, self.batch_first = num_heads, head_dim, dropout, batch_first
-        self.embed_dim, self.kdim, self.vdim = (int(layer.in_features) for layer in (q, k, v))  # type: ignore[arg-type]
-        self._qkv_same_embed_dim = self.kdim == self.vdim == self.embed_dim
-        written: list[Any] = [layer.out_features for layer in (q, k, v, out)]
-        fits = written[0] == written[1] and written[2] == out.in_features and written[3] == self.embed_dim
-        if not fits or any(size % num_heads for size in written[:3]):
+        written: list[Any] = [layer.out_features for layer in (q, k, v)]
+        if written[0] != written[1] or written[2] != out.in_features or any(size % num_heads for size in written):
             pairs = zip(_PROJECTIONS, (q, k, v, out), strict=True)
             sizes = ", ".join(f"{name} {layer.in_features} → {layer.out_features}" for name, layer in pairs)
             raise InvalidMatrix(f"expected projections that fit each other and {num_heads} heads, got {sizes}")
@@ -102,14 +99,15 @@ class ExpandedAttention(nn.Module):
 
     def to_dense(self) -> nn.MultiheadAttention | None:
         """PyTorch's module with these weights; None where a projection is not an `nn.Linear` of the size it had."""
-        layers = [self._modules[name] for name in _PROJECTIONS]
-        sizes = [(self.embed_dim, self.embed_dim), (self.embed_dim, self.kdim), (self.embed_dim, self.vdim)]
-        for layer, size in zip(layers, [*sizes, sizes[0]], strict=True):
+        layers: list[Any] = [self._modules[name] for name in _PROJECTIONS]
+        width = self.num_heads * self.head_dim
+        sizes = [(width, width), (width, self.kdim), (width, self.vdim), (width, width)]
+        for layer, size in zip(layers, sizes, strict=True):
             if type(layer) is not nn.Linear or layer.weight.shape != size:
                 return None
-        if self.num_heads * self.head_dim != self.embed_dim or len({layer.bias is None for layer in layers}) > 1:  # type: ignore[union-attr]
+        if len({layer.bias is None for layer in layers}) > 1:
             return None
-        like: Tensor = self.q.weight  # type: ignore[assignment]
+        like: Tensor = layers[0].weight
         dense = nn.MultiheadAttention(
             self.embed_dim, self.num_heads, self.dropout, self.out.bias is not None, kdim=self.kdim, vdim=self.vdim,
             batch_first=self.batch_first, device="meta", dtype=like.dtype,
@@ -124,6 +122,22 @@ class ExpandedAttention(nn.Module):
         return dense.train(self.training)
 
     # what PyTorch's modules say of themselves
+
+    @property
+    def embed_dim(self) -> int:
+        return int(self.q.in_features)  # type: ignore[arg-type]
+
+    @property
+    def kdim(self) -> int:
+        return int(self.k.in_features)  # type: ignore[arg-type]
+
+    @property
+    def vdim(self) -> int:
+        return int(self.v.in_features)  # type: ignore[arg-type]
+
+    @property
+    def _qkv_same_embed_dim(self) -> bool:
+        return self.kdim == self.vdim == self.embed_dim
 
     @property
     def out_proj(self) -> nn.Module:
