@@ -33,7 +33,8 @@ from crystallite.operators.low_rank_recurrent import LowRankRecurrent
 from crystallite.operators.recurrent import BlockRecurrent
 
 __all__ = [
-    "OPERATORS", "build", "build_once", "check_indices", "check_size", "describe", "describe_parts", "mixed_dtypes", "replace",
+    "OPERATORS", "build", "build_once", "check_indices", "check_size", "describe", "describe_parts", "mixed_dtypes",
+    "replace",
 ]  # fmt: skip
 
 OPERATORS: dict[str, Any] = {

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from itertools import product
 from typing import Any
 
 import torch
@@ -51,7 +52,7 @@ class Unit:
     kind: str
     reason: str = ""
     tied: int = 0  # of its numbers, those that an earlier layer holds too
-    shared: bool = False  # whether it stands in several places: only what does not mind who else calls it may replace it
+    shared: bool = False  # whether it stands in several places, so that it cannot be joined with its neighbour in one
 
     @property
     def parameters(self) -> int:
@@ -123,13 +124,13 @@ def in_several_places(model: nn.Module) -> set[nn.Module]:
     return {module for module, count in places.items() if count > 1}
 
 
-def _with_inner(model: nn.Module, units: Sequence[str] | dict[str, Unit], patterns: str | Sequence[str]) -> list[str]:
+def _with_inner(model: nn.Module, units: Iterable[str], patterns: str | Sequence[str]) -> list[str]:
     """The patterns; one that matches an attention whose projections are layers matches these layers too."""
     outer = [name for name, module in model.named_modules() if isinstance(module, ExpandedAttention)]
     found = list[str]()
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
-        inner = [f"{name}.{part}" for name in outer if name and fnmatchcase(name, pattern) for part in ("q", "k", "v", "out")]
-        inner = [name for name in inner if name in units]
+        named = tuple(f"{name}." for name in outer if name and fnmatchcase(name, pattern))
+        inner = [name for name in units if name.startswith(named)] if named else []
         itself = not inner or any(fnmatchcase(name, pattern) for name in units)
         found += [*([pattern] if itself else []), *inner]
     return found
@@ -150,7 +151,7 @@ def _is_itself(module: nn.Module, known: type[nn.Module]) -> bool:
 
 
 def _computes_the_same(module: Any, known: type[nn.Module]) -> bool:
-    """Whether a subclass of a linear layer or convolution is one all the same: it has nothing else, and does nothing else.
+    """Whether a subclass of a linear layer or convolution is one all the same: it holds and does nothing else.
 
     What it does is inherited, or is what PyTorch's layer does with its weight and bias, on random inputs and in
     evaluation and training mode.
@@ -158,9 +159,9 @@ def _computes_the_same(module: Any, known: type[nn.Module]) -> bool:
     if known is not nn.Linear and known not in _CONVOLUTIONS:
         return False
     own, cls = {name for name, _ in module.named_parameters()}, type(module)
-    holds_more = not {"weight"} <= own <= {"weight", "bias"} or any(True for _ in (*module.buffers(), *module.children()))
+    more = any(True for _ in (*module.buffers(), *module.children()))
     called = cls.__call__ is nn.Module.__call__ and len(inspect.signature(module.forward).parameters) == 1
-    if holds_more or not called or type(module.weight) is not nn.Parameter:
+    if more or not {"weight"} <= own <= {"weight", "bias"} or not called or type(module.weight) is not nn.Parameter:
         return False
     inherited = [name for name in ("forward", "_conv_forward") if hasattr(known, name)]
     if all(getattr(cls, name) is getattr(known, name) and name not in vars(module) for name in inherited):
@@ -169,27 +170,27 @@ def _computes_the_same(module: Any, known: type[nn.Module]) -> bool:
 
 
 @torch.no_grad()
-def _same_on_random_inputs(module: Any, known: type[nn.Module]) -> bool:
+def _same_on_random_inputs(module: Any, known: Any) -> bool:
     weight, bias, mode = module.weight, module.bias, module.training
     tolerance, rng = _ROUNDING.get(weight.dtype), torch.Generator().manual_seed(0)
     if tolerance is None or weight.is_meta:
         return False
-    if known is nn.Linear:
-        shapes: list[tuple[int, ...]] = [(5, weight.shape[1]), (2, 3, weight.shape[1])]
-    else:  # an odd and an even size: padding may depend on it
+    shapes = [(5, weight.shape[1]), (2, 3, weight.shape[1])]
+    if known is not nn.Linear:  # an odd and an even size: padding may depend on it
         sizes = [d * (k - 1) + 1 for d, k in zip(module.dilation, module.kernel_size, strict=True)]
         shapes = [(2, module.in_channels, *(size + more for size in sizes)) for more in (6, 7)]
     try:
         with torch.random.fork_rng(devices=[]):
-            for shape, scale, training in zip(shapes * 2, (1.0, 1.0, 30.0, 0.1), (False, True, True, False), strict=True):
+            for shape, (scale, training) in product(shapes, ((1.0, False), (30.0, True))):
                 x = (torch.randn(shape, generator=rng) * scale).to(weight)
+                if known is nn.Linear:
+                    expected = F.linear(x, weight, bias)
+                else:
+                    expected = known._conv_forward(module, x, weight, bias)
                 module.training = training
-                linear = known is nn.Linear
-                wanted = F.linear(x, weight, bias) if linear else known._conv_forward(module, x, weight, bias)  # type: ignore[operator]
                 found = module.forward(x)
-                if not isinstance(found, Tensor) or found.shape != wanted.shape or found.dtype != wanted.dtype:
-                    return False
-                if not (found - wanted).norm() <= tolerance * wanted.norm():
+                same = isinstance(found, Tensor) and (found.shape, found.dtype) == (expected.shape, expected.dtype)
+                if not same or not (found - expected).norm() <= tolerance * expected.norm():
                     return False
     except Exception:  # whatever the user's code raises
         return False

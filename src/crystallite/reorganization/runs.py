@@ -44,7 +44,8 @@ def find_runs(model: nn.Module, usable: Container[str]) -> Iterator[Run]:
             name = f"{parent}.{place}" if parent else place
             between = stretch and type(child) in ELEMENTWISE
             if child is not None and (
-                (type(child) is nn.Linear and name in usable and child not in several) or (between and not has_hooks(child))
+                (type(child) is nn.Linear and name in usable and child not in several)
+                or (between and not has_hooks(child))
             ):
                 stretch.append((place, child))
             else:
