@@ -16,7 +16,7 @@ from crystallite.compression.pruning import eliminate
 from crystallite.compression.sequential import fitted_operator
 from crystallite.compression.session import Session
 from crystallite.graph.neuron_groups import NeuronGroup
-from crystallite.models.layers import Unit
+from crystallite.models.layers import Unit, plain_layer
 from crystallite.models.record import OperatorKind, OperatorRecord
 from crystallite.models.swap import replace_
 from crystallite.operators.conv import Convolution
@@ -111,7 +111,7 @@ def assembled(
         outputs = outputs[~torch.isin(outputs, gone[name])] if name in gone else outputs
         inputs = torch.arange(size[1]) if form.kept is None else form.kept.cpu()
         left[name] = (len(outputs), len(inputs))
-        old = model.get_submodule(name)
+        old = plain_layer(model.get_submodule(name))
         if (form.spec.rank or form.spec.blocks) or left[name] != size:
             model = replace_(model, name, form.build(outputs, inputs, old, name in embedded))
         else:

@@ -35,6 +35,7 @@ from crystallite.data.calibration import Calibration
 from crystallite.data.outputs import equal_up_to_rounding, tensors
 from crystallite.graph.neuron_groups import NeuronGroup
 from crystallite.graph.trace import Untraceable
+from crystallite.models.composites import collapse_, expand_, expanded
 from crystallite.models.layers import Unit, change, find_units, left_alone
 from crystallite.models.manifest import source_sha256
 from crystallite.models.record import (
@@ -173,6 +174,7 @@ def compress(
 
         result, guarantee = cheapest(candidate, losses, tolerance, confidence, risk)
         _change_options_(result, guarantee=guarantee)
+    result = collapse_(result)
     write_config(result, model)
     return result
 
@@ -224,6 +226,7 @@ class _Fitting:
         ignore: str | Sequence[str], in_blocks: bool, objective: str, progress: bool,
     ) -> _Fitting:  # fmt: skip
         targets, ignore = ([p] if isinstance(p, str) else list(p) for p in (targets, ignore))
+        model = expanded(model)
         dense = copy.deepcopy(model).eval()
         asked = {unit.name for unit in find_units(dense, targets, ignore)}
         units = {unit.name: unit for unit in find_units(dense, ["*"], [])}
@@ -366,7 +369,7 @@ class _Fitting:
         cut = [name for name, form in operators.items() if form.spec.blocks]
         if not cut:
             raise InvalidOption(f"no layer has the {blocks} outputs and inputs that {blocks} blocks need")
-        result = in_blocks(student, cut, arguments)
+        result = expand_(in_blocks(student, cut, arguments))
         changes = {
             c.name: replace(c, operators=tuple(replace(o, error=operators[c.name].error) for o in c.operators))
             for c in record(result).changes
