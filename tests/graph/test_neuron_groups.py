@@ -11,7 +11,7 @@ from crystallite.graph.neuron_groups import (
     NeuronGroup,
     find_neuron_groups,
     neuron_groups,
-    score_groups,
+    score_group,
     trace_batch,
     value_group,
     without,
@@ -39,7 +39,7 @@ def test_an_attention_has_heads_and_numbers_of_heads():
     assert acts_alone(net, pair, some)
     assert can_remove(net, [heads, pair], some)
     (attention,) = trace_batch(net, some).attentions
-    values, scores = value_group(net, attention), next(score_groups(net, attention))
+    values, scores = value_group(net, attention), score_group(net, attention, torch.arange(8))
     assert values == NeuronGroup(32, ("value",), ("output",), heads=4, embedded=True)
     assert scores == NeuronGroup(32, ("query", "key"), (), heads=4, width=0, embedded=True)
     assert can_rotate(net, values, some)

@@ -9,10 +9,19 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
+from crystallite.core.errors import CrystalliteError
 from crystallite.data.batch import Batch
-from crystallite.graph.neuron_groups import NeuronGroup, neuron_groups, score_groups, trace_batch, value_group
+from crystallite.graph.attention import Attention
+from crystallite.graph.neuron_groups import (
+    NeuronGroup,
+    neuron_groups,
+    pairings,
+    score_group,
+    trace_batch,
+    value_group,
+)
 from crystallite.graph.trace import Spaces
-from crystallite.graph.trials import acts_alone, can_remove, can_rotate, compares_alone
+from crystallite.graph.trials import acts_alone, can_remove, can_rotate, compares_alone, is_normed
 from crystallite.statistics.regression import Regression
 
 __all__ = ["Prunable", "eliminate", "find_prunable"]
@@ -75,6 +84,7 @@ def _inside_heads(
     found: list[NeuronGroup] = []
     reasons: dict[str, str] = {}
     known: set[tuple[str, ...]] = set()
+    usual: Tensor | None = None
     for attention in spaces.attentions:
         layers = attention.layers
         if layers in known:  # the same layers, called again
@@ -92,12 +102,29 @@ def _inside_heads(
         if attention.why_not_scores:
             reasons[f"{where}: queries and keys"] = attention.why_not_scores
         elif {*layers[:2]} <= {*names}:  # queries and keys
-            scores = next((g for g in score_groups(model, attention) if compares_alone(model, g, batch)), None)
-            if scores is None:
-                reasons[f"{where}: queries and keys"] = "a norm or a rotation mixes all numbers of a head"
-            else:
+            try:
+                scores, usual = _scores(model, attention, batch, usual)
                 found.append(scores)
+            except CrystalliteError as reason:
+                reasons[f"{where}: queries and keys"] = str(reason)
     return found, reasons
+
+
+def _scores(model: nn.Module, attention: Attention, batch: Batch, usual: Tensor | None) -> tuple[NeuronGroup, Tensor]:
+    """What queries and keys are compared in, and how its numbers go together; usual: how they did elsewhere."""
+    assert attention.queries is not None
+    tried = pairings(attention.queries.places.shape[2])
+    if usual is not None and len(usual) == len(tried[0]):
+        tried.insert(0, usual)
+    for place, classes in enumerate(tried):
+        group = score_group(model, attention, classes)
+        if group is None:
+            raise CrystalliteError("they are written by layers of another kind")
+        if not place and is_normed(model, group, batch):
+            raise CrystalliteError("a norm over each head lies between the layers and the scores")
+        if compares_alone(model, group, batch):
+            return group, classes
+    raise CrystalliteError("a norm or a rotation mixes all numbers of a head")
 
 
 def _embedded_together(groups: Sequence[NeuronGroup]) -> tuple[NeuronGroup, ...]:

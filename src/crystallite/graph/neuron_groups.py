@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,8 +22,9 @@ __all__ = [
     "find_neuron_groups",
     "members",
     "neuron_groups",
+    "pairings",
     "rotate_heads_",
-    "score_groups",
+    "score_group",
     "trace_batch",
     "value_group",
     "without",
@@ -155,7 +156,7 @@ def neuron_groups(model: nn.Module, spaces: Spaces) -> dict[Axis, NeuronGroup]:
     """The groups of a traced model, each under the axis that consists of its neurons alone, in the order of the model.
 
     They are neurons whose order is free, in tensors of layers and of what they pass only. Whether they can be removed
-    is for the trials (`trials.py`) to say. Numbers inside heads are not among them (`value_group`, `score_groups`).
+    is for the trials (`trials.py`) to say. Numbers inside heads are not among them (`value_group`, `score_group`).
     """
     found = dict[Axis, NeuronGroup]()
     for number, space in enumerate(spaces.spaces):
@@ -232,40 +233,47 @@ def value_group(model: nn.Module, attention: Attention) -> NeuronGroup | None:
     )  # fmt: skip
 
 
-def score_groups(model: nn.Module, attention: Attention) -> Iterator[NeuronGroup]:
-    """What queries and keys of an attention may be compared in: single numbers, or pairs that rotary positions mix.
+def score_group(model: nn.Module, attention: Attention, classes: Tensor) -> NeuronGroup | None:
+    """What queries and keys of an attention are compared in, if numbers of a head go together as `classes` says.
 
-    Which of them it is, is for a trial to say (`trials.compares_alone`); those that suppose least come first.
+    classes: (numbers of a head,), see `pairings`. Whether they do, is for a trial to say (`trials.compares_alone`).
     """
     queries, keys = attention.queries, attention.keys
-    if queries is None or keys is None:
-        return
-    heads, shared, numbers = queries.places.shape
-    for classes in _pairings(numbers):
-        each = int(classes.max()) + 1
-        neurons = (torch.arange(heads)[:, None] * each + classes).view(heads, 1, numbers)
-        wanted = {queries.layer: [(queries.places, neurons.expand(-1, shared, -1))]}
-        wanted.setdefault(keys.layer, []).append((keys.places, neurons))
-        rows = {name: _labelled(model, name, True, pairs) for name, pairs in wanted.items()}
-        if any(labels is None for labels in rows.values()):
-            return
-        known = {name: labels for name, labels in rows.items() if labels is not None}
-        carried = {place: labels for name in known for place, labels in _stored(model, name, known[name], True).items()}
-        yield NeuronGroup(heads * each, tuple(known), (), heads, 0, (), True, carried, known, {}, attention)
+    if queries is None or keys is None or len(classes) != queries.places.shape[2]:
+        return None
+    (heads, shared, numbers), each = queries.places.shape, int(classes.max()) + 1
+    neurons = (torch.arange(heads)[:, None] * each + classes).view(heads, 1, numbers)
+    wanted = {queries.layer: [(queries.places, neurons.expand(-1, shared, -1))]}
+    wanted.setdefault(keys.layer, []).append((keys.places, neurons))
+    rows, carried = dict[str, Tensor](), dict[tuple[str, int], Tensor]()
+    for name, pairs in wanted.items():
+        labels = _labelled(model, name, True, pairs)
+        if labels is None:
+            return None
+        rows[name] = labels
+        carried |= _stored(model, name, labels, True)
+    return NeuronGroup(heads * each, tuple(rows), (), heads, 0, (), True, carried, rows, {}, attention)
 
 
-def _pairings(numbers: int) -> Iterator[Tensor]:
-    """For each number of a head its class: alone, with the number half of the turned ones on, or with the next one.
+def pairings(numbers: int) -> list[Tensor]:
+    """How numbers of a head may go together: for each number its class, those that suppose least and most usual first.
 
-    >>> [classes.tolist() for classes in _pairings(4)][:3]
-    [[0, 1, 2, 3], [0, 1, 0, 1], [0, 0, 1, 1]]
+    Alone; or turned by a rotary position, all of them or the first ones only, with the number half of the turned ones
+    on, or with the next one.
+
+    >>> [classes.tolist() for classes in pairings(4)][:3]
+    [[0, 1, 2, 3], [0, 1, 0, 1], [0, 0, 1, 2]]
     """
-    yield torch.arange(numbers)
-    turned = list(range(numbers - numbers % 2, 1, -2))
-    for count in sorted(turned, key=lambda count: numbers % count):  # those that are a half or a quarter first
+    even = list(range(2, numbers + 1, 2))
+    quarters = [count for count in even if 4 * count % numbers == 0]
+    found = [torch.arange(numbers)]
+    for count in [*reversed(quarters), *(count for count in even if count not in quarters)]:
         rest = count // 2 + torch.arange(numbers - count)
-        yield torch.cat([torch.arange(count // 2).repeat(2), rest])
-        yield torch.cat([torch.arange(count // 2).repeat_interleave(2), rest])
+        found.append(torch.cat([torch.arange(count // 2).repeat(2), rest]))
+    for count in quarters:  # whoever turns more of them with the next one fits too
+        rest = count // 2 + torch.arange(numbers - count)
+        found.append(torch.cat([torch.arange(count // 2).repeat_interleave(2), rest]))
+    return list({tuple(classes.tolist()): classes for classes in found}.values())
 
 
 def _labelled(model: nn.Module, name: str, outputs: bool, pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor | None:

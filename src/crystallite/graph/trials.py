@@ -11,12 +11,15 @@ from torch import Tensor, nn
 from crystallite.core.errors import CrystalliteError
 from crystallite.data.batch import Batch
 from crystallite.data.outputs import equal_up_to_rounding, same_structure, tensors
+from crystallite.graph.attention import HeadNumbers
 from crystallite.graph.neuron_groups import NeuronGroup, rotate_heads_, without
 
-__all__ = ["acts_alone", "can_remove", "can_rotate", "compares_alone"]
+__all__ = ["acts_alone", "can_remove", "can_rotate", "compares_alone", "is_normed"]
 
-_NOTICED = 1e-5  # share of the outputs that a change must make to be told from rounding
-_ROUNDING = 0.05  # share of a change that rounding may make
+_NOTICED = 1e-4  # share of the outputs that a change must make to be told from rounding
+_SAME = 1e-3  # share of a change by which two changes that are the same may differ
+_ROUNDING = 3e-6  # share of the outputs that rounding may make
+_TRIALS = 3  # with different neurons, which might belong together by chance
 
 
 @torch.no_grad()
@@ -49,35 +52,53 @@ def _silence_(stored: Mapping[str, Tensor], group: NeuronGroup, places: Sequence
     """Zero what is stored at some places for half of the neurons."""
     for name, axis in places:
         labels = group.carried[name, axis]
-        gone = torch.isin(labels, _half(group)).nonzero()[:, 0].to(stored[name].device)
+        gone = torch.isin(labels, _half(group, 0)).nonzero()[:, 0].to(stored[name].device)
         stored[name].index_fill_(axis, gone, 0)
 
 
-def _half(group: NeuronGroup) -> Tensor:
+def _half(group: NeuronGroup, seed: int) -> Tensor:
     """Half of the neurons, at random: any rule might be one that the model follows too."""
-    return torch.randperm(group.size, generator=torch.Generator().manual_seed(0))[: (group.size + 1) // 2]
+    return torch.randperm(group.size, generator=torch.Generator().manual_seed(seed))[: (group.size + 1) // 2]
 
 
 @torch.no_grad()
 def compares_alone(model: nn.Module, group: NeuronGroup, batch: Batch) -> bool:
     """Whether queries and keys are compared in each neuron of a group apart from others.
 
-    Then it is the same whether the query, or the key, has nothing there. Tried with half of the neurons; a norm over a
-    head, or a rotation that mixes neurons, shows. Where the difference is too small to tell, they are not.
+    Then it is the same whether the query, or the key, has nothing there. Tried with some of the neurons, and then with
+    others; a norm over a head, or a rotation that mixes neurons, shows. Where the difference is too small to tell, they
+    are not.
     """
-    stored = {name: _stored(model, name) for name, _ in group.carried}
-    found = [_flat(batch.run(model))]
-    for part in group.compared:
-        rows = part.places.flatten()
-        rows = rows[torch.isin(group.rows[part.layer][rows], _half(group))]
-        with _restored(list(stored.values())):
-            for name, axis in group.carried:
-                if name.rpartition(".")[0] == part.layer:
-                    stored[name].index_fill_(axis, rows.to(stored[name].device), 0)
-            found.append(_flat(batch.run(model)))
-    whole, without_queries, without_keys = found
-    apart, change = (without_queries - without_keys).norm(), (without_queries - whole).norm()
-    return bool(change > _NOTICED * whole.norm()) and bool(apart <= _ROUNDING * change)
+    whole = _flat(batch.run(model))
+    for seed in range(_TRIALS):
+        chosen = _half(group, seed)
+        without_queries, without_keys = (_scaled(model, group, part, chosen, 0.0, batch) for part in group.compared)
+        apart, change = (without_queries - without_keys).norm(), (without_queries - whole).norm()
+        if not change > _NOTICED * whole.norm() or apart > max(_SAME * change, _ROUNDING * whole.norm()):
+            return False
+    return True
+
+
+@torch.no_grad()
+def is_normed(model: nn.Module, group: NeuronGroup, batch: Batch) -> bool:
+    """Whether queries, or keys, of twice the size make no difference: a norm over the head lies before they meet."""
+    whole, everything = _flat(batch.run(model)), torch.arange(group.size)
+    changes = [_scaled(model, group, part, everything, 2.0, batch) - whole for part in group.compared]
+    return any(change.norm() <= _NOTICED * whole.norm() for change in changes)
+
+
+def _scaled(
+    model: nn.Module, group: NeuronGroup, part: HeadNumbers, neurons: Tensor, factor: float, batch: Batch
+) -> Tensor:
+    """The model's outputs where some neurons of the queries, or of the keys, are multiplied by a number."""
+    rows = part.places.flatten()
+    rows = rows[torch.isin(group.rows[part.layer][rows], neurons)]
+    stored = {place: _stored(model, place[0]) for place in group.carried if place[0].rpartition(".")[0] == part.layer}
+    with _restored(list(stored.values())):
+        for (_, axis), value in stored.items():
+            places = rows.to(value.device)
+            value.index_copy_(axis, places, factor * value.index_select(axis, places))
+        return _flat(batch.run(model))
 
 
 def _flat(output: object) -> Tensor:
