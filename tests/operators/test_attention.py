@@ -312,6 +312,24 @@ def test_compressed_saved_and_reloaded(tmp_path, name, asked):
     assert 0.4 * before < after <= 0.5 * before
 
 
+@pytest.mark.parametrize("asked", [{"budget": 0.5}, {"blocks": 2}, {"budget": 1.0}], ids=str)
+def test_a_model_that_is_an_attention(asked):
+    x = torch.randn(80, 5, 16)
+    small = cx.compress(attention(16, 2, batch_first=True).eval(), dict.fromkeys(("query", "key", "value"), x), **asked)
+    whole = asked == {"budget": 1.0}
+    assert isinstance(small, nn.MultiheadAttention if whole else ExpandedAttention)
+    assert [change.name for change in cx.summary(small).changes] == ["q", "k", "v", "out"]
+
+
+def test_an_attention_that_is_the_model_is_reorganized_and_restored():
+    dense = attention(16, 2)
+    with torch.no_grad():
+        dense.out_proj.weight.copy_(block_linear(16, 16, 4, 1).weight)
+    small = cx.reorganize(dense, level=None, only_if_faster=False)
+    assert isinstance(small.out, cx.BlockLinear)
+    assert_same_state(cx.restore(small), dense)
+
+
 def test_cross_attention_is_counted_by_who_reads(tmp_path):
     """Queries and outputs run at the positions of the one side, keys and values at those of the other."""
     torch.manual_seed(0)

@@ -7,7 +7,7 @@ any other, and `find_units` sees the layers inside it. Where none of them has ch
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from torch import nn
@@ -35,9 +35,7 @@ def expand_(model: nn.Module) -> nn.Module:
     >>> [unit.name for unit in find_units(expand_(nn.TransformerEncoderLayer(4, 2, 8)), ["*"], [])]
     ['self_attn.q', 'self_attn.k', 'self_attn.v', 'self_attn.out', 'linear1', 'linear2']
     """
-    for composite in _COMPOSITES:
-        model = composite.expand(model)
-    return model
+    return _with_its_record(model, [composite.expand for composite in _COMPOSITES])
 
 
 def expanded(model: nn.Module) -> nn.Module:
@@ -51,11 +49,16 @@ def collapse_(model: nn.Module) -> nn.Module:
     >>> type(collapse_(expand_(nn.MultiheadAttention(4, 2)))).__name__
     'MultiheadAttention'
     """
+    return _with_its_record(model, [composite.collapse for composite in _COMPOSITES])
+
+
+def _with_its_record(model: nn.Module, changes: Iterable[Callable[[nn.Module], nn.Module]]) -> nn.Module:
+    """The model after some changes; as a whole it may be another module then."""
     record = find_record(model)
-    for composite in _COMPOSITES:
-        model = composite.collapse(model)
+    for change in changes:
+        model = change(model)
     if record is not None:
-        set_record_(model, record)  # the model may have been such a module as a whole
+        set_record_(model, record)
     return model
 
 

@@ -94,7 +94,8 @@ class ExpandedAttention(nn.Module):
             _freeze_like_(layers[-1], weight, bias)
         layers.append(linear_layer(module.out_proj.weight, module.out_proj.bias))
         _freeze_like_(layers[-1], module.out_proj.weight, module.out_proj.bias)
-        result = cls(*layers, module.num_heads, module.head_dim, module.dropout, module.batch_first)
+        q, k, v, out = layers
+        result = cls(q, k, v, out, module.num_heads, module.head_dim, module.dropout, module.batch_first)
         return result.train(module.training)
 
     def to_dense(self) -> nn.MultiheadAttention | None:
