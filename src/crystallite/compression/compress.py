@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from crystallite.compression.allocation import LayerCurve, NeuronCurve, Price, allocate, parameters
+from crystallite.compression.allocation import Allocation, LayerCurve, NeuronCurve, Price, allocate, parameters
 from crystallite.compression.assembling import Chooser, assembled, operator_records, sensitive, size_of, unfit
 from crystallite.compression.guarantee import cheapest, check_tolerance, sample_losses, set_aside
 from crystallite.compression.int8_latency import Int8Latency
@@ -23,10 +23,11 @@ from crystallite.compression.operator_specs import FittedOperator, OperatorSpec
 from crystallite.compression.partitions import best_cells
 from crystallite.compression.polish import polish_
 from crystallite.compression.probing import probe
-from crystallite.compression.pruning import find_prunable
+from crystallite.compression.pruning import Prunable, find_prunable
 from crystallite.compression.recurrent import ExpandedLayer, collapse_recurrent, expand_recurrent, inner_units
 from crystallite.compression.sequential import fit_layers_, fitted_operator
 from crystallite.compression.session import Session
+from crystallite.compression.whole_cost import NOT_ASKED, WholeCost
 from crystallite.core.errors import InvalidOption
 from crystallite.core.suggest import check_choice, suggest_keywords
 from crystallite.data.batch import check_repeatable, evaluating
@@ -34,6 +35,7 @@ from crystallite.data.calibration import Calibration
 from crystallite.data.outputs import equal_up_to_rounding, tensors
 from crystallite.graph.neuron_groups import NeuronGroup
 from crystallite.graph.trace import Untraceable
+from crystallite.models.composites import collapse_, expand_, expanded
 from crystallite.models.layers import Unit, change, find_units, left_alone
 from crystallite.models.manifest import source_sha256
 from crystallite.models.preparing import note_preparation_, prepared
@@ -83,15 +85,17 @@ def compress(
     """A copy of the model whose layers are smaller operators that compute nearly the same.
 
     Error is measured on everything the model returns: wrap a model of which only a part is used, so that it returns
-    that part alone. `cx.summary` says what each layer became and its held-out error. Other kinds of layers, tied
-    weights and layers that run several times in a call are left alone, and the summary says why.
+    that part alone. `cx.summary` says what each layer became and its held-out error. Other kinds of layers and tied
+    weights are left alone, and the summary says why; a layer that runs several times in a call is fitted on all that
+    it reads.
 
     Args:
         model: the model; it is not changed.
-        budget: the share of the layers' multiply-adds to keep, between 0 and 1, counted as often as a weight is used: a
-            convolution's at every place. Each linear layer, convolution or recurrent network becomes what does least
-            damage: fewer hidden neurons or channels, two layers of low rank, blocks, or it stays dense; all are
-            ordinary small layers wherever possible. How much of a layer can go is judged by held-out samples.
+        budget: the share of the whole model's multiply-adds with weights to keep, between 0 and 1, counted as often as
+            a weight is used: a convolution's at every place. Layers that are left alone count too. Each linear layer,
+            convolution or recurrent network becomes what does least damage: fewer hidden neurons or channels, fewer
+            numbers in attention heads, two layers of low rank, blocks, or it stays dense; all are ordinary small layers
+            wherever possible. How much of a layer can go is judged by held-out samples.
         blocks: instead of a budget, every linear layer as this many independent blocks.
         joint: with `blocks`, one partition through consecutive layers, so that they split into subnetworks.
         tolerance: instead of a budget, the cheapest one whose risk is at most this on data like the calibration data;
@@ -119,7 +123,7 @@ def compress(
 
     Raises:
         InvalidOption: an option outside the values it may take, options that do not go together, a pattern that matches
-            no layer, or a tolerance that cannot be shown.
+            no layer, a budget that cannot be reached, or a tolerance that cannot be shown.
 
     Examples:
         >>> import torch
@@ -147,6 +151,8 @@ def compress(
     if tolerance is not None:
         data, aside = set_aside(data, seed)  # type: ignore[assignment]
     work = _Fitting.of(model, data, ridge, seed, targets, ignore, blocks is not None, objective, progress)
+    if blocks is None:
+        work.cost.check(budget)
 
     def polished(result: nn.Module, name: str) -> nn.Module:
         if polish_steps:
@@ -170,6 +176,7 @@ def compress(
 
         result, guarantee = cheapest(candidate, losses, tolerance, confidence, risk)
         _change_options_(result, guarantee=guarantee)
+    result = collapse_(result)
     note_preparation_(result, notes)
     write_config(result, model)
     return result
@@ -208,6 +215,7 @@ class _Fitting:
     session: Session
     units: dict[str, Unit]  # all layers, also those that are left alone, in the order of the model
     parts: dict[str, list[str]]  # the layers of the session that a layer consists of: itself, or a recurrent one's
+    cost: WholeCost
     objective: str  # of OBJECTIVES
     progress: bool
 
@@ -217,22 +225,25 @@ class _Fitting:
         ignore: str | Sequence[str], in_blocks: bool, objective: str, progress: bool,
     ) -> _Fitting:  # fmt: skip
         targets, ignore = ([p] if isinstance(p, str) else list(p) for p in (targets, ignore))
+        model = expanded(model)
         dense = copy.deepcopy(model).eval()
-        units = {unit.name: unit for unit in find_units(dense, targets, ignore)}
-        units = {name: replace(unit, reason=unit.reason or unfit(unit, in_blocks)) for name, unit in units.items()}
-        if all(unit.reason for unit in units.values()):
-            why = next((f": {name}: {unit.reason}" for name, unit in units.items()), "")
+        asked = {unit.name for unit in find_units(dense, targets, ignore)}
+        units = {unit.name: unit for unit in find_units(dense, ["*"], [])}
+        reasons = dict.fromkeys(units.keys() - asked, NOT_ASKED)
+        reasons |= {name: unit.reason or unfit(unit, in_blocks) for name, unit in units.items() if name in asked}
+        if all(reasons[name] for name in asked):
+            why = next((f": {name}: {reasons[name]}" for name in units if name in asked), "")
             raise InvalidOption(f"no layer that can be fitted matches targets {targets} and ignore {ignore}{why}")
         check_repeatable(dense, data.fitted[0].first(8), "the model")
         example = data.fitted[0].first(2)
-        names = [name for name, unit in units.items() if not unit.reason]
-        plan = ForwardPlan.of(dense, names, example)
-        reasons = dict.fromkeys(plan.reused, "it runs several times in a call")
-        reasons |= dict.fromkeys(plan.unused, "it does not run on the calibration data")
-        units = {name: replace(unit, reason=unit.reason or reasons.get(name, "")) for name, unit in units.items()}
+        plan = ForwardPlan.of(dense, [name for name in units if not reasons[name]], example)
+        again = {name for name in plan.reused if units[name].kind == "recurrent"}
+        seldom = dict.fromkeys(plan.unused, "it does not run on the calibration data")
+        seldom |= dict.fromkeys(again, "a recurrent network that runs several times in a call")
+        units = {name: replace(unit, reason=reasons[name] or seldom.get(name, "")) for name, unit in units.items()}
         usable = {name: unit for name, unit in units.items() if not unit.reason}
         if not usable:
-            raise InvalidOption(f"no layer can be fitted: {next(iter(reasons.values()))}")
+            raise InvalidOption(f"no layer can be fitted: {next(iter(seldom.values()))}")
         counts = call_counts(dense, units, example)
         dense = expand_recurrent(
             dense, [name for name, unit in usable.items() if unit.kind == "recurrent"], ExpandedLayer
@@ -242,35 +253,47 @@ class _Fitting:
         counts |= {part.name: counts[name] for name, some in parts.items() for part in some}
         uncut = {part.name for name, some in parts.items() if usable[name].kind == "recurrent" for part in some}
         plan = ForwardPlan.of(dense, list(inner), example)
-        session = Session(dense, inner, data, plan, ridge, seed, counts, uncut)
+        cost = WholeCost.of(model, units, counts, objective)
+        session = Session(dense, inner, data, plan, ridge, seed, counts, uncut, kernels=cost.each)
         named = {name: [part.name for part in some] for name, some in parts.items()}
-        return cls(model, session, units, named, objective, progress)
+        return cls(model, session, units, named, cost, objective, progress)
 
     @cached_property
-    def groups(self) -> tuple[list[NeuronGroup], str]:
+    def groups(self) -> tuple[Prunable, str]:
         """Neurons that may go, and why there are none where the model cannot be followed."""
         try:
             example = self.session.data.fitted[0].first(2)
-            return find_prunable(copy.deepcopy(self.model).eval(), self.session.units, example), ""
+            found = find_prunable(copy.deepcopy(self.model).eval(), self.session.units, example)
+            return replace(found, groups=tuple(g for g in found.groups if self._may_lose(g))), ""
         except Untraceable as error:
-            return [], str(error)
+            return Prunable(), str(error)
+
+    def _may_lose(self, group: NeuronGroup) -> bool:
+        """Whether nobody asked for the modules between the layers of a group to stay."""
+        return not any(name in self.units and self.units[name].reason == NOT_ASKED for name in group.passed)
 
     @cached_property
     def curves(self) -> tuple[dict[str, LayerCurve], list[NeuronCurve]]:
         """Output error over size, probed once for all budgets."""
-        return probe(self.session, self.groups[0], self.progress)
+        return probe(self.session, self.groups[0].groups, self.progress)
 
     @cached_property
     def price(self) -> Price | None:
         """What the budget counts; None: multiply-adds."""
         if self.objective in ("latency", "int8"):
-            return (Latency if self.objective == "latency" else Int8Latency)(self.session, self.groups[0])
+            return (Latency if self.objective == "latency" else Int8Latency)(self.session, self.groups[0].groups)
         return parameters(self.curves[0]) if self.objective == "parameters" else None
 
+    def allocate(self, budget: float) -> Allocation:
+        """Sizes under a budget of the whole model."""
+        layers, neurons = self.curves
+        rest = self.price.rest if isinstance(self.price, Latency) else self.cost.rest(layers, neurons)
+        return allocate(layers, neurons, budget, self.price, rest)
+
     def reaches(self, budget: float) -> bool:
-        """Whether the layers can be made so small."""
+        """Whether the model can be made so small."""
         try:
-            allocate(*self.curves, budget, self.price)
+            self.allocate(budget)
         except InvalidOption:
             return False
         return True
@@ -290,25 +313,23 @@ class _Fitting:
             allotted *= min(budget / share, _LESS)
 
     def _share(self, result: nn.Module) -> float:
-        """Of the dense layers' cost, as far as it can be counted; time is what was measured when it was allotted."""
-        if self.objective not in ("macs", "parameters"):
+        """Of the whole model's cost, as far as it can be counted; time is what was measured when it was allotted."""
+        if self.objective == "parameters":
+            return size_of(result) / size_of(self.model)
+        if self.objective != "macs":
             return 0.0
-        before = after = 0.0
-        for each in record(result).changes:
-            if each.name in self.parts:
-                calls = (self.session.call_counts.get(each.name) or 1) if self.objective == "parameters" else 1
-                before, after = before + each.macs_before / calls, after + each.macs_after / calls
-        return after / before
+        changes = record(result).changes
+        return sum(each.macs_after for each in changes) / sum(each.macs_before for each in changes)
 
     def _fitted(self, allotted: float, budget: float) -> nn.Module:
         """The model with layers of the sizes that a budget allots; budget: what was asked for."""
-        session, (groups, untraced) = self.session, self.groups
-        allocation = allocate(*self.curves, allotted, self.price)
+        session, (prunable, untraced) = self.session, self.groups
+        allocation = self.allocate(allotted)
         student = copy.deepcopy(session.dense)
         operators = fit_layers_(session, student, Chooser(session, allocation), self.progress)
         recurrent = [name for name in self.parts if self.units[name].kind == "recurrent"]
         result, changes = expand_recurrent(copy.deepcopy(self.model), recurrent), {}
-        result, left = assembled(result, session, operators, groups)
+        result, left = assembled(result, session, operators, allocation.compared())
         for name, parts in self.parts.items():
             if name in recurrent:
                 result = collapse_recurrent(result, name)
@@ -316,7 +337,8 @@ class _Fitting:
             changes[name] = self._change(name, became, result.get_submodule(name))
         _check_equal(result, student, session)
         asked = {"budget": budget, "objective": self.objective}
-        return self._recorded(result, changes, **asked, sensitive=sensitive(allocation), neurons_kept=untraced)
+        notes = {"sensitive": sensitive(allocation), "neurons_kept": untraced, "heads_kept": dict(prunable.reasons)}
+        return self._recorded(result, changes, **asked, **notes)
 
     def _change(self, name: str, became: Sequence[OperatorRecord], module: nn.Module) -> LayerChange:
         """What became of a layer; multiply-adds count as often as its weight is used."""
@@ -347,7 +369,7 @@ class _Fitting:
         cut = [name for name, form in operators.items() if form.spec.blocks]
         if not cut:
             raise InvalidOption(f"no layer has the {blocks} outputs and inputs that {blocks} blocks need")
-        result = in_blocks(student, cut, arguments)
+        result = expand_(in_blocks(student, cut, arguments))
         changes = {
             c.name: replace(c, operators=tuple(replace(o, error=operators[c.name].error) for o in c.operators))
             for c in record(result).changes
@@ -369,8 +391,11 @@ class _Fitting:
             held_out = mean_output_error(result, session.dense, session.data.held_out)
         for name, unit in self.units.items():
             if unit.reason:
-                calls = session.call_counts.get(name) or 1
-                changes[name] = replace(left_alone(unit), macs_before=calls * unit.macs, macs_after=calls * unit.macs)
+                calls, left = session.call_counts.get(name) or 1, _left(result, name, unit)
+                changes[name] = replace(
+                    left_alone(unit), macs_before=calls * unit.macs, macs_after=round(calls * unit.macs * left),
+                    parameters_after=round(unit.parameters * left),
+                )  # fmt: skip
         options = CompressedOptions(session.ridge, session.seed, held_out, **asked)
         exact = find_record(result) or Record(options)
         set_record_(result, replace(exact, options=options, changes=tuple(changes[n] for n in self.units)))
@@ -391,6 +416,12 @@ class _Fitting:
             checkpoints = Checkpoints(folder, run_identity)
         done = polish_(result, session.dense, self.parts, session.data, steps, session.seed, checkpoints, self.progress)
         _change_options_(result, polish=done, held_out_error=done.after)
+
+
+def _left(result: nn.Module, name: str, unit: Unit) -> float:
+    """Share of a layer that was not fitted which is left: a convolution of single channels goes with its channels."""
+    now = [*result.get_submodule(name).parameters()] if unit.kind == "convolution" else []
+    return sum(p.numel() for p in now) / sum(p.numel() for p in unit.module.parameters()) if now else 1.0
 
 
 def _change_options_(result: nn.Module, **new: Any) -> None:

@@ -69,6 +69,8 @@ class _Segment:
             name for name in layer_group if self.targets[0][name][1] is not None
         ]  # to a stream: see what became of it
         until, names = (following, layer_group) if adds else (layer_group[0], ())
+        if {*layer_group} & session.plan.reused:
+            until, names = None, layer_group  # all calls
         for number, (found, _) in enumerate(session.seen(self.model, self.number, self.carry, names, until)):
             wanted = {name: _target(*self.targets[number][name], found.get(name)) for name in layer_group}
             moments.add(number, found, wanted)

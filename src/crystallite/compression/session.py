@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from crystallite.core.errors import InvalidOption
 from crystallite.data.calibration import Calibration
 from crystallite.data.positions import real_rows
+from crystallite.graph.neuron_groups import NeuronGroup
 from crystallite.models.layers import Unit
 from crystallite.statistics.layer_io import matrix_of
 from crystallite.statistics.moments import Moments
@@ -38,10 +39,15 @@ class Session:
     call_counts: Mapping[str, int] = field(default_factory=dict)  # of each layer's weight in a call, in proportion
     uncut: AbstractSet[str] = frozenset()  # layers that are not cut into independent blocks: recurrent ones
     output_factors: dict[str, Tensor] = field(default_factory=dict)  # see `influence`
+    kernels: Mapping[str, float] = field(default_factory=dict)  # module between layers → what each of its neurons costs
 
     @property
     def wanted(self) -> int:
         return max(_ROWS, 10 * max(matrix_of(unit.module).shape[1] for unit in self.units.values()))
+
+    def between(self, group: NeuronGroup) -> float:
+        """What a neuron costs between its layers."""
+        return sum(self.kernels.get(name, 0.0) for name in group.passed)
 
     def start(self) -> list[Carry]:
         """The carry of the first segment, for each batch: nothing."""

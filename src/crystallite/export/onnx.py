@@ -25,7 +25,7 @@ from crystallite.core.suggest import suggest_keywords
 from crystallite.data.batch import Batch, batches, evaluating
 from crystallite.data.outputs import ROUNDING, tensors
 from crystallite.models.preparing import prepared
-from crystallite.models.swap import put_
+from crystallite.models.swap import put_everywhere_
 from crystallite.operators.linear import BlockLinear
 
 __all__ = ["Exported", "export"]
@@ -178,7 +178,7 @@ def _with_plain_layers(model: nn.Module) -> nn.Module:
             moved = sum(len(table) for table in (module.columns, module.outputs) if table is not None)
             spared = module.out_features * module.in_features - sum(stack.numel() for stack in module.weights)
             apart = not name or spared > _MOVED * moved  # a model that is one layer keeps the name of its input
-            model = put_(model, name, _Plain(module) if apart else module.to_dense())
+            model = put_everywhere_(model, name, _Plain(module) if apart else module.to_dense())
     return model
 
 

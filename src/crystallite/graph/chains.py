@@ -64,7 +64,11 @@ def find_chains(
     >>> find_chains(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)))
     (Chain(0 → 2: in 8, hidden 1 16, out 4),)
     """
-    units = {unit.name: unit.module for unit in find_units(model, targets or ("*",), ignore) if not unit.reason}
+    units = {
+        unit.name: unit.module
+        for unit in find_units(model, targets or ("*",), ignore)
+        if not (unit.reason or unit.shared)
+    }
     usable = {name for name, module in units.items() if type(module) is nn.Linear or _is_plain_convolution(module)}
     chains = {name: _recurrent_chain(name, module) for name, module in units.items() if isinstance(module, nn.RNNBase)}
     if not usable and not chains:

@@ -18,7 +18,8 @@ from torch.fx import Node
 
 from crystallite.core.errors import CrystalliteError
 from crystallite.graph import axes as union
-from crystallite.graph.operator_rules import Reader
+from crystallite.graph.attention import Attention, find_attentions
+from crystallite.graph.operator_rules import Reader, stored_weight
 from crystallite.graph.sequential_calls import Watch
 
 __all__ = ["Axis", "Layer", "Mode", "Space", "Spaces", "Untraceable", "export_quietly", "trace"]
@@ -59,6 +60,7 @@ class Spaces:
     places: dict[tuple[str, int], Axis]  # (parameter or buffer, axis) → the spaces along it
     unused: tuple[str, ...] = ()  # parameters that forward does not use: who knows which neurons they belong to
     whole: frozenset[str] = frozenset()  # nn.Sequentials that run only as a whole, as far as forward goes
+    attentions: tuple[Attention, ...] = ()  # in evaluation mode
 
     def sizes(self, part: Sequence[int]) -> list[int]:
         """How many neurons each of some spaces has."""
@@ -125,6 +127,7 @@ def trace(model: nn.Module, example: Any = None, modes: Sequence[Mode] = ("evalu
     owners: dict[int, tuple[str, list[union.Axis]]] = {}  # tied names are one tensor
     names: dict[Node, str] = {}
     used: set[int] = set()
+    attentions: list[Attention] = []
     for mode in modes:  # one set of axes: what any mode asks for holds
         program = _export(model, example, list(tensors.values()), mode, watch)
         signature = program.graph_signature
@@ -146,8 +149,13 @@ def trace(model: nn.Module, example: Any = None, modes: Sequence[Mode] = ("evalu
             elif node.op == "output":
                 for result in node.all_input_nodes:
                     reader.fix(reader.labels.get(result, []), "an output of the model")
+        if mode == "evaluation":
+            lifted = signature.inputs_to_lifted_tensor_constants
+            constants = {n: program.constants[lifted[n.name]] for n in program.graph.nodes if n.name in lifted}
+            attentions = find_attentions(program.graph, names, constants)
     layers = {}
     for weight, rows, columns in reader.layers:
+        weight = stored_weight(weight)
         owner = _owner(names.get(weight, ""))
         # x @ weight of an nn.Linear: not what the module does, whose rows are outputs
         if owner is not None and (rows == reader.labels[weight][0] or not _is_linear(model, owner)):
@@ -155,7 +163,7 @@ def trace(model: nn.Module, example: Any = None, modes: Sequence[Mode] = ("evalu
     places = {(name, axis): label for name, labels in owners.values() for axis, label in enumerate(labels)}
     found = _settled(known, layers, places)
     unused = tuple(name for name, parameter in model.named_parameters() if id(parameter) not in used)
-    return replace(found, unused=unused, whole=watch.whole)
+    return replace(found, unused=unused, whole=watch.whole, attentions=tuple(attentions))
 
 
 def _settled(

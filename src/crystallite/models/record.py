@@ -209,6 +209,7 @@ class CompressedOptions:
         default_factory=dict
     )  # layers kept dense → the error of half of them; worst first
     neurons_kept: str = ""  # why no hidden neurons were taken out, if so
+    heads_kept: dict[str, str] = field(default_factory=dict)  # parts of attention that stay whole → why
     polish: Polish | None = None
     guarantee: Guarantee | None = None
 

@@ -120,6 +120,11 @@ def _notes(options: CompressedOptions) -> Iterator[str]:
         yield f"kept dense, with the error that cutting them by half would cause: {shown}{more}"
     if options.neurons_kept:
         yield f"no hidden neurons were taken out: {options.neurons_kept}"
+    if options.heads_kept:
+        for reason in dict.fromkeys(options.heads_kept.values()):
+            where = [name for name, why in options.heads_kept.items() if why == reason]
+            more = f" and {len(where) - 1} more" if len(where) > 1 else ""
+            yield f"whole heads stay: {where[0]}{more}: {reason}"
     if polish := options.polish:
         yield f"polished for {polish.steps} steps: error {polish.before:.2%} → {polish.after:.2%}"
     if options.guarantee:

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from crystallite.core.errors import CheckpointError, InvalidOption
-from crystallite.models.description import build, check_indices, check_size, describe, describe_parts
+from crystallite.models.description import build_once, check_indices, check_size, describe, describe_parts
 from crystallite.models.manifest import CONFIG, MANIFEST, QUANT_METHOD
 from crystallite.models.record import ExactOptions, Record, find_record, set_record_
 from crystallite.models.swap import put_
@@ -255,12 +255,13 @@ def _put_blocks(model: Any, modules: dict[str, Any], files: Sequence[str] | None
     source = f"{model.config.name_or_path}: quantization_config"
     expected: dict[str, torch.Size] = {}
     check_size(modules, source)
+    made = dict[nn.Module, tuple[Any, nn.Module]]()
     for name, description in modules.items():
         place = next((p for p in _spellings(model, name) if _module_at(model, p) is not None), None)
         if place is None:
             continue
-        built = build(description, f"{source}: {name}").to(torch.get_default_dtype())  # that of the model to come
-        put_(model, place, built)
+        built = build_once(description, f"{source}: {name}", model.get_submodule(place), made)
+        put_(model, place, built.to(torch.get_default_dtype()))  # that of the model to come
         expected |= {f"{place}.{key}": value.shape for key, value in built.state_dict().items()}
     if files is not None:  # what is not in the files is allocated
         stored = {name: info.shape for file in files for name, info in open_checkpoint(file).tensors.items()}
@@ -318,10 +319,10 @@ def _check_rebuilt(model: nn.Module, before: nn.Module, made: nn.Module, modules
     What the model before had beyond its class is its owner's own.
     """
     own = _differences(_shapes(before), _shapes(made))
-    for name, description in modules.items():
-        if " " in description["type"]:
-            raise InvalidOption(f"{name}: {description['type']}, which could not be opened again; pass it as ignore=")
-        put_(made, name, build(description, name))
+    try:
+        _put_blocks(made, modules, None)
+    except CheckpointError as error:
+        raise InvalidOption(f"the model could not be opened again: {error}; pass its layer as ignore=") from None
     found, rebuilt = _shapes(model), _shapes(made)
     if wrong := sorted(_differences(found, rebuilt) - own):
         name = wrong[0]
