@@ -151,6 +151,7 @@ def operator_records(
                 part=_product_name(name, len(parts)),
                 reason="fitted again" if kind == "dense" else "",
                 error=form.error,
+                repairs=form.repairs,
             )
         )
     return tuple(records)

@@ -29,6 +29,7 @@ from crystallite.compression.sequential import fit_layers_, fitted_operator
 from crystallite.compression.session import Session
 from crystallite.compression.whole_cost import NOT_ASKED, WholeCost
 from crystallite.core.errors import InvalidOption
+from crystallite.core.progress import phase
 from crystallite.core.suggest import check_choice, suggest_keywords
 from crystallite.data.batch import check_repeatable, evaluating
 from crystallite.data.calibration import Calibration
@@ -263,7 +264,8 @@ class _Fitting:
         """Neurons that may go, and why there are none where the model cannot be followed."""
         try:
             example = self.session.data.fitted[0].first(2)
-            found = find_prunable(copy.deepcopy(self.model).eval(), self.session.units, example)
+            with phase("tracing", self.progress):
+                found = find_prunable(copy.deepcopy(self.model).eval(), self.session.units, example)
             return replace(found, groups=tuple(g for g in found.groups if self._may_lose(g))), ""
         except Untraceable as error:
             return Prunable(), str(error)
@@ -370,8 +372,9 @@ class _Fitting:
         if not cut:
             raise InvalidOption(f"no layer has the {blocks} outputs and inputs that {blocks} blocks need")
         result = expand_(in_blocks(student, cut, arguments))
+        errors = {name: {"error": form.error, "repairs": form.repairs} for name, form in operators.items()}
         changes = {
-            c.name: replace(c, operators=tuple(replace(o, error=operators[c.name].error) for o in c.operators))
+            c.name: replace(c, operators=tuple(replace(o, **errors[c.name]) for o in c.operators))
             for c in record(result).changes
         }
         for name, unit in session.units.items():

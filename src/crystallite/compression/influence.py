@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from crystallite.compression.recurrent import step_by_step
 from crystallite.compression.session import Session
@@ -23,7 +24,7 @@ _SAMPLES = 2048
 _LEAST = 1e-2  # what any direction is taken to matter, as a share of the mean
 
 
-def influence(session: Session) -> dict[str, Tensor]:
+def influence(session: Session, progress: bool = False) -> dict[str, Tensor]:
     """For each layer a matrix L (outputs, outputs): an error e of what it writes adds ‖Lᵀe‖² to the output error.
 
     LLᵀ is the mean of ggᵀ over rows, where g is the gradient of a sum of the model's outputs with random signs: on
@@ -34,7 +35,7 @@ def influence(session: Session) -> dict[str, Tensor]:
     names = [name for name, unit in session.units.items() if _can_be_weighed(unit.module, name in session.uncut)]
     sums: dict[str, Tensor] = {}
     rng, samples = torch.Generator().manual_seed(session.seed), 0
-    for batch in session.data.fitted if names else ():
+    for batch in tqdm(session.data.fitted if names else (), "weighing", disable=not progress):
         if samples >= _SAMPLES:
             break
         samples += batch.size

@@ -51,6 +51,7 @@ class FittedOperator:
     up: Tensor | None = None  # (outputs, rank)
     down: Tensor | None = None  # (rank, inputs)
     kept: Tensor | None = None  # inputs that it reads; None: all
+    repairs: bool = False  # it was fitted to what the layers before it lost of a stream, too
     neurons: tuple[NeuronGroup, Tensor] | None = None  # what these are, and which are left
 
     def without_outputs(self, rows: Tensor) -> FittedOperator:

@@ -15,6 +15,7 @@ from crystallite.compression.influence import influence
 from crystallite.compression.operator_specs import OperatorSpec, approximate, low_rank_factors
 from crystallite.compression.pruning import eliminate
 from crystallite.compression.session import LayerGroupMoments, Session
+from crystallite.core.progress import phase
 from crystallite.graph.neuron_groups import NeuronGroup
 from crystallite.operators.conv import Convolution
 from crystallite.statistics.layer_io import matrix_of, set_layer_
@@ -43,8 +44,9 @@ def probe(
     measured once, on held-out samples. Their product is the expected output error. Cost: one run of the model over
     the data, and for each layer a run from it to the end on 64 samples.
     """
-    order_head_numbers_(session, groups)
-    session.output_factors.update(influence(session))
+    with phase("rotating heads", progress):
+        order_head_numbers_(session, groups)
+    session.output_factors.update(influence(session, progress))
     layers: dict[str, LayerCurve] = {}
     neurons: list[NeuronCurve] = []
     energies: dict[str, Energy] = {}

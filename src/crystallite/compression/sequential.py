@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -75,7 +75,8 @@ class _Segment:
             wanted = {name: _target(*self.targets[number][name], found.get(name)) for name in layer_group}
             moments.add(number, found, wanted)
         for name, regression in moments.regressions().items():
-            operators[name] = self.choose(name, regression, moments.fitted.samples)
+            chosen = self.choose(name, regression, moments.fitted.samples)
+            operators[name] = replace(chosen, repairs=name in adds)
             set_layer_(self.model.get_submodule(name), operators[name].weight, operators[name].bias)
         return operators
 

@@ -67,12 +67,14 @@ class OperatorRecord:
     part: str = ""  # of a recurrent layer, where each product has an operator of its own: "inputs", "states 1", …
     reason: str = ""  # why it was left alone, or is dense
     error: float | None = None  # share of the layer's variance that it gets wrong on samples it was not fitted to
+    repairs: bool = False  # of what it adds to a stream and what the stream had lost before it, which it may not know
 
     def __str__(self) -> str:
         sizes = [(side, size) for side, size in (("outputs", self.outputs), ("inputs", self.inputs)) if size]
         texts = [f"{left} of {before} {side}" for side, (left, before) in sizes if left < before]
         texts += [self._operator()] if self.kind != "dense" or not texts else []
-        texts += [] if self.error is None else [f"error {self.error:.2%}"]
+        share = " of its part and what the stream lost before it" * self.repairs
+        texts += [] if self.error is None else [f"error {self.error:.2%}{share}"]
         return f"{self.part}: " * bool(self.part) + ", ".join(texts)
 
     def _operator(self) -> str:

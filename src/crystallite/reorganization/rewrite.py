@@ -13,6 +13,7 @@ from crystallite.annealing import nulls
 from crystallite.annealing.anneal import AnnealingOptions
 from crystallite.annealing.random_walk import DELTA0, TAU
 from crystallite.core.errors import InvalidMatrix, InvalidOption
+from crystallite.core.progress import phase
 from crystallite.core.suggest import suggest_keywords
 from crystallite.graph.feed_forward import recognise_feed_forward
 from crystallite.graph.sequential_calls import whole_by_definition
@@ -132,7 +133,8 @@ def reorganize(
     faster = {name: s for name, s in structures.items() if blocks_are_faster(usable[name], s, cost_model)}
     whole, folds, reason = whole_by_definition(result), list[Fold](), ""
     if (fold and faster) or any(run.parent not in whole for run in find_runs(result, usable)):
-        spaces, reason = _traced(result, example)
+        with phase("tracing", progress):
+            spaces, reason = _traced(result, example)
         whole |= frozenset() if spaces is None else spaces.whole
         if fold and faster and spaces is not None and not reason:
             folds = fold_(result, faster, spaces)

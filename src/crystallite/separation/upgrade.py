@@ -17,6 +17,7 @@ from torch.nn.utils.rnn import PackedSequence
 from crystallite.annealing import nulls
 from crystallite.annealing.anneal import anneal
 from crystallite.core.errors import CrystalliteError, InvalidOption
+from crystallite.core.progress import phase
 from crystallite.core.suggest import check_choice, suggest_keywords
 from crystallite.data.batch import Batch, batches, repeatable
 from crystallite.data.positions import count_positions
@@ -143,7 +144,9 @@ def upgrade(
         dense, student = copy.deepcopy(model).eval(), copy.deepcopy(model).eval()
         found_or_given = modules is not None or isinstance(partition, Partition)
         if isinstance(partition, str):
-            chains = find_chains(model, None if targets is None else _patterns(targets), _patterns(ignore), example)
+            asked = None if targets is None else _patterns(targets)
+            with phase("tracing", progress):
+                chains = find_chains(model, asked, _patterns(ignore), example)
             if modules is not None:
                 partition = module_partition(modules, dense, chains, batch)
             else:
@@ -171,7 +174,8 @@ def upgrade(
             }  # fmt: skip
             checkpoints = Checkpoints(checkpoint, run_identity)
         if checkpoints is None or checkpoints.latest() is None:
-            refit_(student, dense, partition, _some(data, partition.chains, blocks))
+            with phase("fitting", progress):
+                refit_(student, dense, partition, _some(data, partition.chains, blocks))
         gates = {}
         for name in partition.layers:
             student, gates[name] = attach_(student, name, partition)
@@ -220,9 +224,7 @@ def _patterns(patterns: str | Sequence[str]) -> list[str]:
     return [patterns] if isinstance(patterns, str) else list(patterns)
 
 
-def _check(
-    given: Sequence[Any], epochs: int, learning_rate: float, block_loss: float | None, level: float
-) -> None:
+def _check(given: Sequence[Any], epochs: int, learning_rate: float, block_loss: float | None, level: float) -> None:
     if sum(one is not None for one in given) != 1:
         raise InvalidOption("expected one of blocks=k, modules=what discover found, and a Partition")
     if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize, prune, remove_spectral_norm, remove_weight_norm
-from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.spectral_norm import SpectralNorm, SpectralNormLoadStateDictPreHook
 from torch.nn.utils.weight_norm import WeightNorm
 
 from crystallite.core.errors import InvalidOption
@@ -145,6 +145,7 @@ def _take_off_parametrizations_(module: Any) -> None:
 
 
 def _take_off_hook_(module: Any, hook: Any) -> None:
+    remove: Any
     if isinstance(hook, WeightNorm):
         tensor, ending, remove = hook.name, "_g", remove_weight_norm
     elif isinstance(hook, SpectralNorm):
@@ -155,6 +156,9 @@ def _take_off_hook_(module: Any, hook: Any) -> None:
         return
     trained = module._parameters[tensor + ending].requires_grad
     remove(module, tensor)
+    for key, loading in list(module._load_state_dict_pre_hooks.items()):
+        if isinstance(getattr(loading, "hook", loading), SpectralNormLoadStateDictPreHook):
+            del module._load_state_dict_pre_hooks[key]  # PyTorch wraps it, and then does not find it
     module._parameters[tensor].requires_grad_(trained)
 
 
