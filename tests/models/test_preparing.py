@@ -214,9 +214,9 @@ def test_merged_adapters_are_weights_like_any_other():
 
 
 def test_an_analysis_refuses_weights_that_are_no_numbers():
-    with pytest.raises(cx.CheckpointError, match="plain numbers in tensor '0.weight', got a Packed of tests"):
+    with pytest.raises(cx.CheckpointError, match=r"plain numbers in tensor '0.weight', got a Packed of tests"):
         cx.analyze(with_packed_weights(mlp()))
-    with pytest.raises(cx.CheckpointError, match="expected weights as tensors, got packed ones in 0._packed_params"):
+    with pytest.raises(cx.CheckpointError, match=r"expected weights as tensors, got packed ones in 0._packed_params"):
         cx.analyze(quietly(quantised))
 
 
