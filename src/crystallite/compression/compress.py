@@ -372,11 +372,11 @@ class _Fitting:
         if not cut:
             raise InvalidOption(f"no layer has the {blocks} outputs and inputs that {blocks} blocks need")
         result = expand_(in_blocks(student, cut, arguments))
-        errors = {name: {"error": form.error, "repairs": form.repairs} for name, form in operators.items()}
-        changes = {
-            c.name: replace(c, operators=tuple(replace(o, **errors[c.name]) for o in c.operators))
-            for c in record(result).changes
-        }
+        changes = {}
+        for c in record(result).changes:
+            fit = operators[c.name]
+            judged = tuple(replace(o, error=fit.error, repairs=fit.repairs) for o in c.operators)
+            changes[c.name] = replace(c, operators=judged)
         for name, unit in session.units.items():
             if name not in changes:
                 size = (unit.matrix.shape[0], unit.matrix.shape[1])
