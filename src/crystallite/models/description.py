@@ -25,6 +25,7 @@ from crystallite.core.errors import CheckpointError, CrystalliteError, InvalidOp
 from crystallite.models.swap import put_
 from crystallite.operators.chain import BlockChain
 from crystallite.operators.conv import BlockConv
+from crystallite.operators.experts import Expert, Experts
 from crystallite.operators.feed_forward import BlockFeedForward
 from crystallite.operators.linear import BlockLinear
 from crystallite.operators.low_rank import LowRankConv, LowRankLinear
@@ -38,8 +39,8 @@ __all__ = [
 OPERATORS: dict[str, Any] = {
     cls.__name__: cls
     for cls in (
-        BlockChain, BlockConv, BlockFeedForward, BlockLinear, BlockRecurrent, LowRankConv, LowRankLinear,
-        LowRankRecurrent,
+        BlockChain, BlockConv, BlockFeedForward, BlockLinear, BlockRecurrent, Expert, Experts, LowRankConv,
+        LowRankLinear, LowRankRecurrent,
     )
 }  # fmt: skip
 

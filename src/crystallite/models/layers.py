@@ -88,7 +88,8 @@ def find_units(model: nn.Module, targets: Sequence[str], ignore: Sequence[str]) 
     units, seen = dict[str, Unit](), set[int]()
     for name, module in model.named_modules():
         unit = Unit(name, module, "linear" if is_transformers_conv1d(module) else _KINDS.get(type(module), "other"))
-        is_layer = isinstance(module, (*_KINDS, nn.MultiheadAttention)) or not any(True for _ in module.children())
+        inside = any(True for child in module.children() for _ in child.parameters())  # an activation has none
+        is_layer = isinstance(module, (*_KINDS, nn.MultiheadAttention)) or not inside
         if not unit.weights or not is_layer:
             continue
         tied = any(owners[id(p)] > 1 for p in module.parameters(recurse=False))

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from crystallite.models.layers import set_trained_, trained
+from crystallite.operators.experts import Experts
 
 __all__ = ["put_", "replace_"]
 
@@ -32,6 +33,8 @@ def put_(model: nn.Module, name: str, module: nn.Module) -> nn.Module:
     """
     if not name:
         return module
+    if isinstance(module, Experts):
+        module.stand_for_(model.get_submodule(name))
     around, _, place = name.rpartition(".")
     setattr(model.get_submodule(around), place, module)
     while True:
