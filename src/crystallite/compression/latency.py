@@ -36,7 +36,8 @@ class Latency:
         self.embedded = {name for group in groups if group.heads for name in group.layers}
         with watching(session.dense, session.units) as calls:
             session.data.fitted[0].run(session.dense)
-        self.read: dict[str, Tensor] = {name: own[-1].inputs[0] for name, own in calls.items()}
+        nothing = {name: matrix_of(unit.module)[:0] for name, unit in session.units.items()}  # of experts in a list
+        self.read: dict[str, Tensor] = {name: own[-1].inputs[0] if own else nothing[name] for name, own in calls.items()}
 
     def __call__(self, name: str, spec: OperatorSpec, outputs: int, inputs: int) -> float:
         """Seconds of a layer that has become this shape and has so many outputs and inputs left."""

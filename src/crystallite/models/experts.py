@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,7 +17,7 @@ from crystallite.models.layers import has_hooks
 from crystallite.models.swap import put_
 from crystallite.operators.experts import Experts, Gating, StackLayout
 
-__all__ = ["collapse_experts", "expand_experts", "holds_stacks", "recognise_experts", "unknown_experts"]
+__all__ = ["collapse_experts", "expand_experts", "holds_stacks", "recognise_experts", "unknown_experts", "without_stacks"]
 
 _TOKENS = 6  # of the trial that tells what a module computes
 _SCALES = (1.0, 6.0)  # of what its gates get: small numbers, and some that are clipped where a gate clips
@@ -52,6 +53,11 @@ def expand_experts(model: nn.Module) -> nn.Module:
         if isinstance(found, _Form):
             model = put_(model, name, Experts.from_stack(module, *found))
     return model
+
+
+def without_stacks(model: nn.Module) -> nn.Module:
+    """The model itself, or, where it holds stacks of experts, a copy in which they are modules of their own."""
+    return expand_experts(copy.deepcopy(model)) if any(map(holds_stacks, model.modules())) else model
 
 
 def collapse_experts(model: nn.Module) -> nn.Module:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from crystallite.core.errors import InvalidOption
 from crystallite.core.suggest import suggest_keywords
+from crystallite.models.experts import collapse_experts
 from crystallite.models.layers import set_trained_, trained
 from crystallite.models.record import record
 from crystallite.models.swap import put_, replace_
@@ -111,6 +112,7 @@ def dense_form(model: nn.Module) -> nn.Module:
                 result = replace_(result, name, _conv1d(dense))
             else:
                 result = replace_(result, name, dense)
+    result = collapse_experts(result)
     unfold_(result, found.folds)
     write_config(result)
     return result

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 from torch import nn
@@ -17,6 +18,7 @@ from crystallite.core.suggest import suggest_keywords
 from crystallite.graph.feed_forward import recognise_feed_forward
 from crystallite.graph.sequential_calls import whole_by_definition
 from crystallite.graph.trace import Spaces, Untraceable, trace
+from crystallite.models.experts import collapse_experts, expand_experts, unknown_experts
 from crystallite.models.layers import Unit, change, find_units, has_hooks, left_alone, trained
 from crystallite.models.record import ExactOptions, Fold, LayerChange, OperatorKind, OperatorRecord, Record, set_record_
 from crystallite.models.swap import replace_
@@ -114,8 +116,9 @@ def reorganize(
     if hasattr(model, "reorganization"):
         raise InvalidOption("this model is reorganized already; pass the original, or cx.restore(model)")
     targets, ignore = ([p] if isinstance(p, str) else list(p) for p in (targets, ignore))
-    result = copy.deepcopy(model)
-    units = {unit.name: unit for unit in find_units(result, targets, ignore)}
+    result = expand_experts(copy.deepcopy(model))
+    units, unknown = {unit.name: unit for unit in find_units(result, targets, ignore)}, unknown_experts(result)
+    units = {name: replace(unit, reason=unknown.get(name, unit.reason)) for name, unit in units.items()}
     if not units:
         raise InvalidOption(f"no layer with weights matches targets {targets} and ignore {ignore}")
     usable = {name: unit for name, unit in units.items() if not unit.reason}
@@ -144,6 +147,7 @@ def reorganize(
     rewrite.changes |= {name: left_alone(unit) for name, unit in units.items() if unit.reason}
     options = ExactOptions(level, str(null), correction, random_walk, rule, alpha, delta0, tau, channels, feed_forward)
     changes = tuple(rewrite.changes[name] for name in units)
+    rewrite.model = collapse_experts(rewrite.model)
     set_record_(rewrite.model, Record(options, changes, tuple(folds), reason if fold and faster else ""))
     write_config(rewrite.model, model)
     return rewrite.model
