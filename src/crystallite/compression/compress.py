@@ -15,7 +15,7 @@ from torch import nn
 
 from crystallite.compression.allocation import LayerCurve, NeuronCurve, Price, allocate, parameters
 from crystallite.compression.assembling import Chooser, assembled, operator_records, sensitive, size_of, unfit
-from crystallite.compression.experts import Reach, Routes, routing
+from crystallite.compression.experts import Reach, run_alike
 from crystallite.compression.guarantee import cheapest, check_tolerance, sample_losses, set_aside
 from crystallite.compression.int8_latency import Int8Latency
 from crystallite.compression.joint import fit_jointly
@@ -24,7 +24,7 @@ from crystallite.compression.operator_specs import FittedOperator, OperatorSpec
 from crystallite.compression.partitions import best_cells
 from crystallite.compression.polish import polish_
 from crystallite.compression.probing import probe
-from crystallite.compression.pruning import find_prunable
+from crystallite.compression.pruning import find_prunable_with_experts
 from crystallite.compression.recurrent import ExpandedLayer, collapse_recurrent, expand_recurrent, inner_units
 from crystallite.compression.sequential import fit_layers_, fitted_operator
 from crystallite.compression.session import Session
@@ -33,11 +33,9 @@ from crystallite.core.suggest import check_choice, suggest_keywords
 from crystallite.data.batch import check_repeatable, evaluating
 from crystallite.data.calibration import Calibration
 from crystallite.data.outputs import equal_up_to_rounding, tensors
-from crystallite.graph.experts import expert_groups
 from crystallite.graph.neuron_groups import NeuronGroup
-from crystallite.graph.trace import Untraceable
-from crystallite.models.experts import collapse_experts, unknown_experts, without_stacks
-from crystallite.models.layers import Unit, change, find_units, left_alone
+from crystallite.models.experts import collapse_experts, units_and_experts, without_stacks
+from crystallite.models.layers import Unit, change, left_alone
 from crystallite.models.manifest import source_sha256
 from crystallite.models.record import (
     CompressedOptions,
@@ -223,8 +221,7 @@ class _Fitting:
         targets, ignore = ([p] if isinstance(p, str) else list(p) for p in (targets, ignore))
         model = without_stacks(model)
         dense = copy.deepcopy(model).eval()
-        units, unknown = {unit.name: unit for unit in find_units(dense, targets, ignore)}, unknown_experts(dense)
-        units = {name: replace(unit, reason=unknown.get(name, unit.reason)) for name, unit in units.items()}
+        units = {unit.name: unit for unit in units_and_experts(dense, targets, ignore)}
         units = {name: replace(unit, reason=unit.reason or unfit(unit, in_blocks)) for name, unit in units.items()}
         if all(unit.reason for unit in units.values()):
             raise InvalidOption(f"no layer that can be fitted matches targets {targets} and ignore {ignore}")
@@ -256,12 +253,7 @@ class _Fitting:
     def groups(self) -> tuple[list[NeuronGroup], str]:
         """Neurons that may go, and why there are none where the model cannot be followed."""
         model, session = copy.deepcopy(self.model).eval(), self.session
-        experts = expert_groups(model, session.units, session.plan.routed, session.data.fitted[0])
-        others = session.units.keys() - {name for group in experts for name in group.layers}
-        try:
-            return [*experts, *find_prunable(model, others, session.data.fitted[0].first(2))], ""
-        except Untraceable as error:
-            return experts, str(error)
+        return find_prunable_with_experts(model, session.units, session.plan.routed, session.data.fitted[0])
 
     @cached_property
     def curves(self) -> tuple[dict[str, LayerCurve], list[NeuronCurve]]:
@@ -332,7 +324,7 @@ class _Fitting:
         unit, macs = self.units[name], sum(p.numel() for p in module.parameters() if p.ndim > 1)
         found = change(unit, *became, macs=macs, parameters=size_of(module), share=macs / unit.macs)
         calls = self.session.call_counts.get(name) or 1
-        return _used(found, calls)
+        return found.used(calls)
 
     def in_blocks(self, blocks: int, joint: bool) -> nn.Module:
         """The model in blocks."""
@@ -379,7 +371,7 @@ class _Fitting:
         for name, unit in self.units.items():
             if unit.reason:
                 calls = session.call_counts.get(name) or 1
-                changes[name] = _used(left_alone(unit), calls)
+                changes[name] = left_alone(unit).used(calls)
         options = CompressedOptions(session.ridge, session.seed, held_out, **asked)
         exact = find_record(result) or Record(options)
         set_record_(result, replace(exact, options=options, changes=tuple(changes[n] for n in self.units)))
@@ -402,11 +394,6 @@ class _Fitting:
         _change_options_(result, polish=done, held_out_error=done.after)
 
 
-def _used(found: LayerChange, calls: float) -> LayerChange:
-    """The change of a layer whose weight is used so often; of an expert, by a share of the positions."""
-    return replace(found, macs_before=round(found.macs_before * calls), macs_after=round(found.macs_after * calls))
-
-
 def _change_options_(result: nn.Module, **new: Any) -> None:
     """Give the model a record that says more about how it was compressed."""
     found = record(result)
@@ -416,12 +403,8 @@ def _change_options_(result: nn.Module, **new: Any) -> None:
 def _check_equal(result: nn.Module, student: nn.Module, session: Session) -> None:
     """The smaller model must compute what the one it was cut from does."""
     batch = session.data.held_out[0].first(8)
-    routes: Routes = {}
-    with evaluating(result):
-        with routing(student, batch, routes, replay=False):
-            expected = tensors(batch.run(student))
-        with routing(result, batch, routes, replay=True):  # a rounding error may send a token to another expert
-            found = tensors(batch.run(result))
+    with evaluating(result):  # a rounding error may send a token to another expert
+        expected, found = map(tensors, run_alike(student, result, batch))
     for path, value in expected.items():
         if not equal_up_to_rounding(found[path], value):
             raise InvalidOption(

@@ -1,4 +1,4 @@
-"""Mixtures of experts while they are fitted: which layers only some positions reach, how many do, and who sends them."""
+"""Mixtures of experts while they are fitted: which layers only some positions reach, how many, and who sends them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from crystallite.models.layers import Unit
 from crystallite.operators.experts import Experts
 from crystallite.statistics.layer_io import call_counts, matrix_of, row_counts
 
-__all__ = ["Reach", "Routes", "routing"]
+__all__ = ["Reach", "Routes", "routing", "run_alike"]
 
 Routes = dict[str, tuple[Tensor, Tensor]]  # experts → which of them each token is sent to, and what they count
 _ARGUMENTS = ("hidden_states", "top_k_index", "top_k_weights")
@@ -120,10 +120,10 @@ def _too_few(
         inputs = max(matrix_of(units[name].module).shape[1] for name in some)
         rows, judging = min(fitted[name] for name in some), min(held_out[name] for name in some)
         if rows < _PER_INPUT * inputs:
-            why = f"too few positions reach this expert: {rows}, where {_PER_INPUT} for each of {inputs} inputs are needed"
+            why = f"too few positions reach this expert: {rows}, where {inputs} inputs need {_PER_INPUT * inputs}"
             found |= dict.fromkeys(some, why)
         elif judging < _HELD_OUT:
-            why = f"too few held-out positions reach this expert: {judging} of the {_HELD_OUT} that are needed"
+            why = f"too few held-out positions reach this expert: {judging}, where {_HELD_OUT} are needed"
             found |= dict.fromkeys(some, why)
     return found
 
@@ -154,3 +154,12 @@ def routing(model: nn.Module, batch: Batch, known: Routes, *, replay: bool) -> I
             if isinstance(module, Experts):
                 hooks.callback(module.register_forward_pre_hook(send(name), with_kwargs=True).remove)
         yield
+
+
+def run_alike(first: nn.Module, second: nn.Module, batch: Batch) -> tuple[Any, Any]:
+    """What two models return on a batch, where the experts of the second are sent what those of the first are."""
+    routes: Routes = {}
+    with routing(first, batch, routes, replay=False):
+        expected = batch.run(first)
+    with routing(second, batch, routes, replay=True):
+        return expected, batch.run(second)

@@ -37,7 +37,9 @@ class Latency:
         with watching(session.dense, session.units) as calls:
             session.data.fitted[0].run(session.dense)
         nothing = {name: matrix_of(unit.module)[:0] for name, unit in session.units.items()}  # of experts in a list
-        self.read: dict[str, Tensor] = {name: own[-1].inputs[0] if own else nothing[name] for name, own in calls.items()}
+        self.read: dict[str, Tensor] = {
+            name: own[-1].inputs[0] if own else nothing[name] for name, own in calls.items()
+        }
 
     def __call__(self, name: str, spec: OperatorSpec, outputs: int, inputs: int) -> float:
         """Seconds of a layer that has become this shape and has so many outputs and inputs left."""

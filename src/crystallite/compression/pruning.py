@@ -8,11 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from crystallite.data.batch import Batch
+from crystallite.graph.experts import expert_groups
 from crystallite.graph.neuron_groups import NeuronGroup, find_neuron_groups
+from crystallite.graph.trace import Untraceable
 from crystallite.graph.trials import acts_alone, can_rotate
 from crystallite.statistics.regression import Regression
 
-__all__ = ["eliminate", "find_prunable"]
+__all__ = ["eliminate", "find_prunable", "find_prunable_with_experts"]
 
 _PORTION = 1 / 48  # of the neurons that go at once; after each portion all others are fitted again
 
@@ -31,6 +33,21 @@ def find_prunable(model: nn.Module, names: Collection[str], batch: Batch) -> lis
     groups = find_neuron_groups(model, names, batch)
     single = [group for group in groups if group.is_aligned and len(group.readers) == 1]
     return [g for g in single if (can_rotate if g.inside_heads else acts_alone)(model, g, batch)]
+
+
+def find_prunable_with_experts(
+    model: nn.Module, names: Collection[str], routed: Collection[str], batch: Batch
+) -> tuple[list[NeuronGroup], str]:
+    """The same and the neurons of experts, which no graph of the whole model is needed for; and why it was not had.
+
+    routed: layers of experts in lists.
+    """
+    experts = expert_groups(model, names, routed, batch)
+    others = {*names} - {name for group in experts for name in group.layers}
+    try:
+        return [*experts, *find_prunable(model, others, batch.first(2))], ""
+    except Untraceable as error:
+        return experts, f"{error} (those of experts may go)" if experts else str(error)
 
 
 def eliminate(regression: Regression, sizes: Sequence[int], width: int = 1) -> dict[int, tuple[Tensor, Tensor]]:

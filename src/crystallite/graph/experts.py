@@ -1,4 +1,4 @@
-"""Hidden neurons of experts: known from the operator that runs them, or from what each expert's module computes alone."""
+"""Hidden neurons of experts: known from the operator that runs them, or from what an expert's module computes alone."""
 
 from __future__ import annotations
 

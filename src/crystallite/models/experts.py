@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
 
@@ -13,11 +14,18 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from crystallite.models.layers import has_hooks
+from crystallite.models.layers import Unit, find_units, has_hooks
 from crystallite.models.swap import put_
-from crystallite.operators.experts import Experts, Gating, StackLayout
+from crystallite.operators.experts import Experts, Gating, StackLayout, holds_stacks
 
-__all__ = ["collapse_experts", "expand_experts", "holds_stacks", "recognise_experts", "unknown_experts", "without_stacks"]
+__all__ = [
+    "collapse_experts",
+    "expand_experts",
+    "holds_stacks",
+    "recognise_experts",
+    "units_and_experts",
+    "without_stacks",
+]
 
 _TOKENS = 6  # of the trial that tells what a module computes
 _SCALES = (1.0, 6.0)  # of what its gates get: small numbers, and some that are clipped where a gate clips
@@ -32,21 +40,10 @@ class _Form(NamedTuple):
     gating: Gating
 
 
-def holds_stacks(module: nn.Module) -> bool:
-    """Whether a module holds at least two stacks of as many matrices, and no weights below it.
-
-    >>> holds_stacks(nn.Linear(2, 2))
-    False
-    """
-    lengths = [len(p) for p in module.parameters(recurse=False) if p.ndim == 3 and p.is_floating_point()]
-    inside = any(True for child in module.children() for _ in child.parameters())
-    return len(lengths) > 1 and len({*lengths}) == 1 and lengths[0] > 1 and not inside
-
-
 def expand_experts(model: nn.Module) -> nn.Module:
     """The model, in place, with `Experts` wherever a module holds experts as stacks in a way that is known.
 
-    Others stay: `unknown_experts` says why.
+    Others stay: `units_and_experts` says why.
     """
     for name, module in list(model.named_modules()):
         found = recognise_experts(module) if holds_stacks(module) and not _shared(model, module) else None
@@ -69,14 +66,13 @@ def collapse_experts(model: nn.Module) -> nn.Module:
     return model
 
 
-def unknown_experts(model: nn.Module) -> dict[str, str]:
-    """Modules that hold stacks of matrices and could not be taken apart, and why."""
-    found = {}
-    for name, module in model.named_modules():
-        if holds_stacks(module):
-            reason = _shared(model, module) or recognise_experts(module)
-            found[name] = reason if isinstance(reason, str) else "its experts were not taken apart"
-    return found
+def units_and_experts(model: nn.Module, targets: Sequence[str], ignore: Sequence[str]) -> list[Unit]:
+    """What `find_units` finds in a model whose experts were expanded; of stacks that were not, why."""
+    units = []
+    for unit in find_units(model, targets, ignore):
+        why = (_shared(model, unit.module) or recognise_experts(unit.module)) if holds_stacks(unit.module) else ""
+        units.append(replace(unit, reason=why) if why and isinstance(why, str) else unit)
+    return units
 
 
 def _shared(model: nn.Module, module: nn.Module) -> str:

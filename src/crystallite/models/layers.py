@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from crystallite.core.suggest import matching
 from crystallite.models.record import LayerChange, OperatorRecord
+from crystallite.operators.experts import holds_stacks
 
 __all__ = [
     "Unit",
@@ -88,8 +89,8 @@ def find_units(model: nn.Module, targets: Sequence[str], ignore: Sequence[str]) 
     units, seen = dict[str, Unit](), set[int]()
     for name, module in model.named_modules():
         unit = Unit(name, module, "linear" if is_transformers_conv1d(module) else _KINDS.get(type(module), "other"))
-        inside = any(True for child in module.children() for _ in child.parameters())  # an activation has none
-        is_layer = isinstance(module, (*_KINDS, nn.MultiheadAttention)) or not inside
+        is_layer = isinstance(module, (*_KINDS, nn.MultiheadAttention)) or not any(True for _ in module.children())
+        is_layer |= holds_stacks(module)  # experts, which may have an activation below them
         if not unit.weights or not is_layer:
             continue
         tied = any(owners[id(p)] > 1 for p in module.parameters(recurse=False))

@@ -7,7 +7,7 @@ sets a new one (`dataclasses.replace`). Sentences about it are made when they ar
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -118,6 +118,11 @@ class LayerChange:
     def error(self) -> float | None:
         """The largest error of its operators on samples they were not fitted to; None if none was measured."""
         return max((o.error for o in self.operators if o.error is not None), default=None)
+
+    def used(self, calls: float) -> LayerChange:
+        """The same for a layer whose weight is used so often: of an expert, at a share of the positions."""
+        macs = {name: round(getattr(self, name) * calls) for name in ("macs_before", "macs_after")}
+        return replace(self, **macs)  # type: ignore[arg-type]
 
     def to_row(self) -> dict[str, Any]:
         """A row of a table: plain values."""

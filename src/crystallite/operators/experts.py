@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from crystallite.core.errors import InvalidMatrix, InvalidOption
 
-__all__ = ["Expert", "Experts", "Gating", "StackLayout", "active_experts"]
+__all__ = ["Expert", "Experts", "Gating", "StackLayout", "active_experts", "holds_stacks"]
 
 ROLES = ("gate", "up", "down")
 
@@ -126,7 +126,7 @@ class StackLayout:
         return {*self.weights.values(), *self.biases.values()}
 
     def views(self, stacks: Mapping[str, Tensor]) -> Iterator[tuple[str, str, Tensor]]:
-        """Role, "weight" or "bias", and the part of a stack that is its: (experts, outputs, inputs) or (experts, outputs).
+        """Role, "weight" or "bias", and its part of a stack: (experts, outputs, inputs) or (experts, outputs).
 
         >>> layout = StackLayout({"gate": "w", "up": "w", "down": "v"}, {}, interleaved=True)
         >>> stacks = {"w": torch.arange(4.0).view(1, 4, 1), "v": torch.zeros(1, 1, 2)}
@@ -286,6 +286,17 @@ class Experts(nn.Module):
     def __repr__(self) -> str:
         first: Any = self.experts[0]
         return f"Experts({len(self.experts)} experts, {first.in_features} → {first.out_features})"
+
+
+def holds_stacks(module: nn.Module) -> bool:
+    """Whether a module holds at least two stacks of as many matrices, and no weights below it.
+
+    >>> holds_stacks(nn.Linear(2, 2))
+    False
+    """
+    lengths = [len(p) for p in module.parameters(recurse=False) if p.ndim == 3 and p.is_floating_point()]
+    inside = any(True for child in module.children() for _ in child.parameters())
+    return len(lengths) > 1 and len({*lengths}) == 1 and lengths[0] > 1 and not inside
 
 
 def active_experts(module: nn.Module, inputs: Sequence[Any]) -> float | None:

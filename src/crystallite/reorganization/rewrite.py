@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, Literal
 
 from torch import nn
@@ -18,8 +17,8 @@ from crystallite.core.suggest import suggest_keywords
 from crystallite.graph.feed_forward import recognise_feed_forward
 from crystallite.graph.sequential_calls import whole_by_definition
 from crystallite.graph.trace import Spaces, Untraceable, trace
-from crystallite.models.experts import collapse_experts, expand_experts, unknown_experts
-from crystallite.models.layers import Unit, change, find_units, has_hooks, left_alone, trained
+from crystallite.models.experts import collapse_experts, expand_experts, units_and_experts
+from crystallite.models.layers import Unit, change, has_hooks, left_alone, trained
 from crystallite.models.record import ExactOptions, Fold, LayerChange, OperatorKind, OperatorRecord, Record, set_record_
 from crystallite.models.swap import replace_
 from crystallite.models.transformers_folder import write_config
@@ -117,8 +116,7 @@ def reorganize(
         raise InvalidOption("this model is reorganized already; pass the original, or cx.restore(model)")
     targets, ignore = ([p] if isinstance(p, str) else list(p) for p in (targets, ignore))
     result = expand_experts(copy.deepcopy(model))
-    units, unknown = {unit.name: unit for unit in find_units(result, targets, ignore)}, unknown_experts(result)
-    units = {name: replace(unit, reason=unknown.get(name, unit.reason)) for name, unit in units.items()}
+    units = {unit.name: unit for unit in units_and_experts(result, targets, ignore)}
     if not units:
         raise InvalidOption(f"no layer with weights matches targets {targets} and ignore {ignore}")
     usable = {name: unit for name, unit in units.items() if not unit.reason}
