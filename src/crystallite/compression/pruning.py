@@ -12,6 +12,7 @@ from crystallite.graph.experts import expert_groups
 from crystallite.graph.neuron_groups import NeuronGroup, find_neuron_groups
 from crystallite.graph.trace import Untraceable
 from crystallite.graph.trials import acts_alone, can_rotate
+from crystallite.models.record import OUTSIDE_EXPERTS
 from crystallite.statistics.regression import Regression
 
 __all__ = ["eliminate", "find_prunable", "find_prunable_with_experts"]
@@ -47,7 +48,7 @@ def find_prunable_with_experts(
     try:
         return [*experts, *find_prunable(model, others, batch.first(2))], ""
     except Untraceable as error:
-        return experts, f"{error} (those of experts may go)" if experts else str(error)
+        return experts, f"{OUTSIDE_EXPERTS * bool(experts)}{error}"
 
 
 def eliminate(regression: Regression, sizes: Sequence[int], width: int = 1) -> dict[int, tuple[Tensor, Tensor]]:

@@ -19,6 +19,7 @@ from crystallite.core.errors import CheckpointError, CrystalliteError, InvalidOp
 from crystallite.models.typed_json import from_plain, to_plain
 
 __all__ = [
+    "OUTSIDE_EXPERTS",
     "RISKS",
     "CompressedOptions",
     "Epoch",
@@ -36,6 +37,7 @@ __all__ = [
     "set_record_",
 ]  # fmt: skip
 
+OUTSIDE_EXPERTS = "outside experts: "  # begins a reason that holds for all neurons but those of experts
 RISKS = {"deviation": "mean relative deviation", "disagreement": "share of other decisions (argmax)"}
 _FEED_FORWARD = {
     "feed-forward pair": "feed-forward pair",
@@ -213,7 +215,7 @@ class CompressedOptions:
     sensitive: dict[str, float] = field(
         default_factory=dict
     )  # layers kept dense → the error of half of them; worst first
-    neurons_kept: str = ""  # why no hidden neurons were taken out, if so
+    neurons_kept: str = ""  # why no hidden neurons were taken out, if so; see OUTSIDE_EXPERTS
     polish: Polish | None = None
     guarantee: Guarantee | None = None
 
