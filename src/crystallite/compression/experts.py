@@ -15,6 +15,7 @@ from crystallite.data.batch import Batch
 from crystallite.data.calibration import Calibration
 from crystallite.data.positions import real_positions
 from crystallite.models.layers import Unit
+from crystallite.models.record import TOO_FEW
 from crystallite.operators.experts import Experts
 from crystallite.statistics.layer_io import call_counts, matrix_of, row_counts
 
@@ -24,6 +25,7 @@ Routes = dict[str, tuple[Tensor, Tensor]]  # experts → which of them each toke
 _ARGUMENTS = ("hidden_states", "top_k_index", "top_k_weights")
 _PER_INPUT = 2  # positions for each input of an expert's widest layer, below which it is not fitted
 _HELD_OUT = 16  # positions that must be left to judge it by
+_NEVER = 1e-9  # the count of an expert that nothing reaches: 0 says of other layers that nothing is known
 _PIECES = 8  # of the data, on which layers that only some positions reach show themselves
 
 
@@ -44,7 +46,8 @@ class Reach:
         """
         stacked = {name: _expert_of(name, model) for name in units}
         experts = {name: expert for name, expert in stacked.items() if expert}
-        loose = _routed_in_lists(model, [name for name in units if name not in experts], data)
+        linear = [name for name, unit in units.items() if unit.kind == "linear" and name not in experts]
+        loose = _routed_in_lists(model, linear, data)
         experts |= loose
         if not experts:
             return cls(example)
@@ -67,7 +70,8 @@ class Reach:
         counts = dict[str, float]()
         for name in experts:
             padded = positions / real if real and name not in loose else 1.0  # of which none was sent to experts
-            counts[name] = padded * fitted[name] * (usual[measure] / fitted[measure] if measure else 1.0)
+            share = padded * fitted[name] * (usual[measure] / fitted[measure] if measure else 1.0)
+            counts[name] = share or _NEVER
         reasons = _too_few(units, experts, fitted, held_out)
         best = max(range(len(data.fitted)), key=lambda number: ran[number])
         return cls(data.fitted[best] if loose else example, frozenset(loose), counts, reasons)
@@ -120,10 +124,10 @@ def _too_few(
         inputs = max(matrix_of(units[name].module).shape[1] for name in some)
         rows, judging = min(fitted[name] for name in some), min(held_out[name] for name in some)
         if rows < _PER_INPUT * inputs:
-            why = f"too few positions reach this expert: {rows}, where {inputs} inputs need {_PER_INPUT * inputs}"
+            why = f"{TOO_FEW} reach this expert: {rows}, where {inputs} inputs need {_PER_INPUT * inputs}"
             found |= dict.fromkeys(some, why)
         elif judging < _HELD_OUT:
-            why = f"too few held-out positions reach this expert: {judging}, where {_HELD_OUT} are needed"
+            why = f"{TOO_FEW} that judge reach this expert: {judging}, where {_HELD_OUT} are needed"
             found |= dict.fromkeys(some, why)
     return found
 

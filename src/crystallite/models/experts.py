@@ -99,20 +99,22 @@ def recognise_experts(module: nn.Module) -> _Form | str:
         shapes = ", ".join(f"{name} {tuple(p.shape)}" for name, p in module.named_parameters())
         return f"its stacks do not fit together as the layers of experts: {shapes}"
     parameters = {name: _precise(p) for name, p in module.named_parameters()}
-    rng, reason = torch.Generator().manual_seed(0), ""
+    rng, called, error_text = torch.Generator().manual_seed(0), False, ""
     for layout in layouts:
         views = {(role, kind): view for role, kind, view in layout.views(parameters)}
         trials = [_Trial.draw(views, scale * limit, rng) for scale, limit in _scales(module)]
         try:
             expected = [functional_call(module, parameters, trial.arguments) for trial in trials]
         except Exception as error:  # whatever the module's own code raises
-            text = str(error).strip().splitlines()
-            reason = f"it cannot be called with hidden states, indices of experts and weights: {(text or [''])[0]:.120}"
+            error_text = next(iter(str(error).strip().splitlines()), type(error).__name__)
             continue
+        called = True
         for activation, gating in _between(module, "gate" in layout.weights):
             if all(_equal(t.run(views, activation, gating), y) for t, y in zip(trials, expected, strict=True)):
                 return _Form(layout, activation, gating)
-    return reason or "it computes something else than feed-forward experts of a kind that is known"
+    if not called:
+        return f"it cannot be called with hidden states, indices of experts and weights: {error_text:.120}"
+    return "it computes something else than feed-forward experts of a kind that is known"
 
 
 class _Trial(NamedTuple):

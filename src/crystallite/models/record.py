@@ -21,6 +21,7 @@ from crystallite.models.typed_json import from_plain, to_plain
 __all__ = [
     "OUTSIDE_EXPERTS",
     "RISKS",
+    "TOO_FEW",
     "CompressedOptions",
     "Epoch",
     "ExactOptions",
@@ -38,6 +39,7 @@ __all__ = [
 ]  # fmt: skip
 
 OUTSIDE_EXPERTS = "outside experts: "  # begins a reason that holds for all neurons but those of experts
+TOO_FEW = "too few positions"  # begins the reason why an expert was not fitted
 RISKS = {"deviation": "mean relative deviation", "disagreement": "share of other decisions (argmax)"}
 _FEED_FORWARD = {
     "feed-forward pair": "feed-forward pair",

@@ -10,7 +10,7 @@ from torch import nn
 
 from crystallite.core.suggest import suggest_keywords
 from crystallite.core.tables import by_expert, span, terminal_width, text_table
-from crystallite.models.record import OUTSIDE_EXPERTS, CompressedOptions, LayerChange, Record, record
+from crystallite.models.record import OUTSIDE_EXPERTS, TOO_FEW, CompressedOptions, LayerChange, Record, record
 from crystallite.operators.chain import BlockChain
 from crystallite.operators.conv import BlockConv
 from crystallite.operators.feed_forward import BlockFeedForward
@@ -99,7 +99,7 @@ def summary(model: nn.Module) -> Summary:
         result
     """
     found = record(model)
-    notes = tuple(_notes(found.options)) if isinstance(found.options, CompressedOptions) else ()
+    notes = (*_notes(found.options), *_unreached(found)) if isinstance(found.options, CompressedOptions) else ()
     return Summary(found.changes, _order(model, found), notes)
 
 
@@ -134,3 +134,11 @@ def _notes(options: CompressedOptions) -> Iterator[str]:
 def _but_experts(reason: str) -> str:
     """Why neurons were kept, everywhere or outside experts, after "were taken out"."""
     return f" {reason}" if reason.startswith(OUTSIDE_EXPERTS) else f": {reason}"
+
+
+def _unreached(found: Record) -> Iterator[str]:
+    """Which layers of experts are as they were because the data said too little about them."""
+    names = [c.name for c in found.changes if any(o.reason.startswith(TOO_FEW) for o in c.operators)]
+    if names:
+        shown = ", ".join(names[:_SHOWN_SENSITIVE]) + " …" * (len(names) > _SHOWN_SENSITIVE)
+        yield f"{len(names)} layers of experts left dense, as too few positions reach them ({shown}): pass more data"

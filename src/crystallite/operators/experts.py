@@ -205,10 +205,8 @@ class Experts(nn.Module):
     def stand_for_(self, module: nn.Module) -> None:
         """Remember the module whose place this takes, without its weights, so that `to_dense` can give it back."""
         if self.layout is not None and self.layout.names <= module._parameters.keys():
-            kept: dict[int, Any] = {id(p): nn.Parameter(p.to("meta"), p.requires_grad) for p in module.parameters()}
-            config = getattr(module, "config", None)  # of the model, which must stay one
-            kept |= {} if config is None else {id(config): config}
-            self._stands_for = (copy.deepcopy(module, kept),)
+            empty = {id(p): nn.Parameter(p.to("meta"), p.requires_grad) for p in module.parameters()}
+            self._stands_for = (_copy(module, empty),)
 
     def to_dense(self) -> nn.Module | None:
         """The module that this stands for with the weights of the experts.
@@ -217,7 +215,7 @@ class Experts(nn.Module):
         """
         if not self._stands_for or self.layout is None:
             return None
-        module, like = copy.deepcopy(self._stands_for[0]), next(self.parameters())
+        module, like = _copy(self._stands_for[0], {}), next(self.parameters())
         stacks = {
             name: torch.empty(module.get_parameter(name).shape, dtype=like.dtype, device=like.device)
             for name in self.layout.names
@@ -312,6 +310,12 @@ def active_experts(module: nn.Module, inputs: Sequence[Any]) -> float | None:
     if not stacks or not chosen:
         return None
     return chosen[0].shape[1] / len(stacks[0])
+
+
+def _copy(module: nn.Module, instead: dict[int, Any]) -> nn.Module:
+    """A copy with other values for some; its configuration is that of the model, which must stay one."""
+    config = getattr(module, "config", None)
+    return copy.deepcopy(module, instead | ({} if config is None else {id(config): config}))
 
 
 def _watched(expert: nn.Module) -> bool:
