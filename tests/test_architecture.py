@@ -20,7 +20,7 @@ MAY_IMPORT = {
     "data": "core",
     "operators": "core structure",
     "models": "annealing core operators weights",
-    "graph": "core data models",
+    "graph": "core data models operators",
     "reorganization": "annealing core graph models operators structure weights",
     "statistics": "core data operators weights",
     "partitioning": "core data graph statistics structure",
