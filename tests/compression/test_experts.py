@@ -94,7 +94,7 @@ def with_idle_neurons(model, left):
 
 def test_neurons_that_nobody_reads_go_expert_by_expert():
     model, alive = with_idle_neurons(mixture("Mixtral"), 40)
-    small = cx.compress(model, data(), budget=0.6)
+    small = cx.compress(model, data(), budget=0.48)  # without idle neurons .478 is left
     for name in alive:
         expert = small.get_submodule(name)
         assert expert.up.out_features == expert.gate.out_features == expert.down.in_features < 128

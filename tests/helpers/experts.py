@@ -4,6 +4,8 @@ import pytest
 import torch
 from torch import nn
 
+import crystallite as cx
+
 transformers = pytest.importorskip("transformers")
 
 COMMON = {
@@ -60,12 +62,17 @@ def count_macs(model, ids):
     def stack(module, inputs, output):
         found.append(inputs[1].numel() * sum(p[0].numel() for p in module.parameters(False) if p.ndim == 3))
 
+    def blocks(module, inputs, output):
+        found.append(inputs[0].numel() // module.in_features * module.macs)
+
     known = stacks(model)
     hooks = []
     for name, module in model.named_modules():
         own = module._parameters.get("weight")
         if name in known:
             hooks.append(module.register_forward_hook(stack))
+        elif isinstance(module, cx.BlockLinear):
+            hooks.append(module.register_forward_hook(blocks))
         elif own is not None and own.ndim == 2 and not isinstance(module, nn.Embedding):
             hooks.append(module.register_forward_hook(matrix))
     with torch.no_grad():
