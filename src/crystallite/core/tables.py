@@ -131,8 +131,9 @@ def span(texts: Sequence[str]) -> str:
         alike.setdefault(_NUMBER.sub("#", text), []).append(_NUMBER.findall(text))
     merged = []
     for skeleton, numbers in alike.items():
-        ranges = iter([_range(column) for column in zip(*numbers, strict=True)])
-        merged.append((len(numbers), re.sub("#", lambda _, ranges=ranges: next(ranges), skeleton)))
+        ranges = [_range(column) for column in zip(*numbers, strict=True)]
+        between = skeleton.split("#")
+        merged.append((len(numbers), between[0] + "".join(map("".join, zip(ranges, between[1:], strict=True)))))
     return merged[0][1] if len(merged) == 1 else "; ".join(f"{count}: {text}" for count, text in merged)
 
 

@@ -114,12 +114,12 @@ class _Trial(NamedTuple):
     """Random tokens, and the experts that they are sent to."""
 
     x: Tensor  # (tokens, features)
-    index: Tensor  # (tokens, 2)
+    experts: Tensor  # (tokens, 2)
     weights: Tensor
 
     @property
     def arguments(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.x, self.index, self.weights
+        return self.x, self.experts, self.weights
 
     @classmethod
     def draw(cls, views: Mapping[tuple[str, str], Tensor], scale: float, rng: torch.Generator) -> _Trial:
@@ -133,18 +133,15 @@ class _Trial(NamedTuple):
     def run(self, views: Mapping[tuple[str, str], Tensor], activation: nn.Module | None, gating: Gating) -> Tensor:
         """What experts of this form return."""
         result = torch.zeros_like(self.x)
-        for token, slot in product(range(_TOKENS), range(self.index.shape[1])):
-            expert = int(self.index[token, slot])
+        for token, slot in product(range(_TOKENS), range(self.experts.shape[1])):
+            expert = int(self.experts[token, slot])
 
-            def layer(role: str, x: Tensor, expert: int = expert) -> Tensor | None:
-                if (role, "weight") not in views:
-                    return None
+            def layer(role: str, x: Tensor, expert: int = expert) -> Tensor:
                 written = views[role, "weight"][expert] @ x
                 return written + views[role, "bias"][expert] if (role, "bias") in views else written
 
-            up = layer("up", self.x[token])
-            assert up is not None
-            hidden = gating.hidden(activation, layer("gate", self.x[token]), up)
+            gate = layer("gate", self.x[token]) if ("gate", "weight") in views else None
+            hidden = gating.hidden(activation, gate, layer("up", self.x[token]))
             result[token] += self.weights[token, slot] * layer("down", hidden)
         return result
 

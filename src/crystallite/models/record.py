@@ -126,7 +126,7 @@ class LayerChange:
     def used(self, calls: float) -> LayerChange:
         """The same for a layer whose weight is used so often: of an expert, at a share of the positions."""
         macs = {name: round(getattr(self, name) * calls) for name in ("macs_before", "macs_after")}
-        return replace(self, **macs)  # type: ignore[arg-type]
+        return replace(self, **macs)
 
     def to_row(self) -> dict[str, Any]:
         """A row of a table: plain values."""

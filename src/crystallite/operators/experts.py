@@ -37,7 +37,7 @@ class Gating:
         gated = up if gate is None else gate
         if self.limit is not None:
             gated = gated.clamp(max=self.limit)
-        found: Tensor = gated * torch.sigmoid(gated * self.alpha) if activation is None else activation(gated)
+        found: Tensor = gated * torch.sigmoid(gated * (self.alpha or 0)) if activation is None else activation(gated)
         if gate is None:
             return found
         up = up if self.limit is None else up.clamp(-self.limit, self.limit)
@@ -93,9 +93,8 @@ class Expert(nn.Module):
     @classmethod
     def from_description(cls, description: dict[str, Any]) -> Expert:
         """An expert of these layers, not filled."""
-        parts = [description[name] for name in (*ROLES, "activation")]
-        made = cls(*parts, Gating(**description["gating"]))
-        up, down, gate = made.up, made.down, made.gate
+        gate, up, down, activation = (description[name] for name in (*ROLES, "activation"))
+        made = cls(gate, up, down, activation, Gating(**description["gating"]))
         sizes = [(layer.in_features, layer.out_features) for layer in (up, up if gate is None else gate)]
         if sizes[0] != sizes[1] or sizes[0][1] != down.in_features:
             raise InvalidMatrix(f"expected an expert whose layers fit, got {sizes} before {down.in_features} inputs")
