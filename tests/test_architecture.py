@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "reorganization": "annealing core graph models operators structure weights",
     "statistics": "core data operators weights",
     "partitioning": "core data graph statistics structure",
-    "discovery": "core data partitioning",
+    "discovery": "core data models partitioning",
     "monitoring": "annealing core discovery partitioning structure",
     "separation": "annealing core data discovery graph models operators partitioning reorganization statistics "
     "structure",

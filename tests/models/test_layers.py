@@ -43,7 +43,6 @@ def with_hook(attach):
         (nn.ConvTranspose2d(3, 3, 3), "no block operator for ConvTranspose2d"),
         (nn.LSTM(3, 4, proj_size=2), "proj_size"),
         (Scaled(3, 3), "Scaled is a Linear with code of its own"),
-        (nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)), "ParametrizedLinear is a Linear with code of its own"),
         (with_hook("register_forward_hook"), "hooks"),
         (with_hook("register_forward_pre_hook"), "hooks"),
         (Own(), "no block operator for Own"),

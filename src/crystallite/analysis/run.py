@@ -36,6 +36,7 @@ class Analysis:
     rows: list[MatrixAnalysis]
     skipped: dict[str, str]  # tensor → why it is no matrix of weights
     options: Options
+    notes: tuple[str, ...] = ()  # on how the weights were read: wrappers taken off, adapters that are not in them
 
     @property
     def verdict(self) -> str:
@@ -62,6 +63,7 @@ class Analysis:
             "verdict": self.verdict,
             "matrices": [row.to_json() for row in self.rows],
             "skipped": self.skipped,
+            "notes": list(self.notes),
         }
 
     def table(self, width: int | None = None) -> str:
@@ -86,12 +88,14 @@ class Analysis:
         return "\n".join(lines)
 
     def __repr__(self) -> str:
-        return f"{self.table(terminal_width())}\n\n{self.source}: {self.verdict}"
+        return "\n".join([self.table(terminal_width()), "", f"{self.source}: {self.verdict}", *self.notes])
 
     def _repr_html_(self) -> str:
         from html import escape
 
-        return self.to_pandas().drop(columns=["profile"], errors="ignore").to_html() + f"<p>{escape(self.verdict)}</p>"
+        return self.to_pandas().drop(columns=["profile"], errors="ignore").to_html() + "".join(
+            f"<p>{escape(text)}</p>" for text in (self.verdict, *self.notes)
+        )
 
 
 @suggest_keywords
@@ -176,7 +180,8 @@ def analyze_with(
                 store.add(row)
                 bar.set_postfix_str(row.name[-30:], refresh=False)
                 bar.update()
-        return Analysis(checkpoint.source, [store.rows[layer.name] for layer in wanted], skipped, options)
+        rows = [store.rows[layer.name] for layer in wanted]
+        return Analysis(checkpoint.source, rows, skipped, options, checkpoint.notes)
 
 
 def _check(options: Options, engine: str) -> None:

@@ -39,6 +39,7 @@ from crystallite.models.composites import collapse_, expand_, expanded
 from crystallite.models.experts import units_and_experts
 from crystallite.models.layers import Unit, change, left_alone
 from crystallite.models.manifest import source_sha256
+from crystallite.models.preparing import note_preparation_, prepared
 from crystallite.models.record import (
     CompressedOptions,
     LayerChange,
@@ -142,7 +143,8 @@ def compress(
         >>> torch.allclose(small(x), model(x), atol=1e-4)
         True
     """
-    _check(model, budget, blocks, joint, tolerance, objective, ridge, polish_steps, checkpoint)
+    _check(budget, blocks, joint, tolerance, objective, ridge, polish_steps, checkpoint)
+    model, notes = prepared(model, dense=True)
     if tolerance is not None:
         check_tolerance(tolerance, confidence, risk)
     widest = max((p[0].numel() for p in model.parameters() if p.ndim > 1), default=1)
@@ -176,18 +178,15 @@ def compress(
         result, guarantee = cheapest(candidate, losses, tolerance, confidence, risk)
         _change_options_(result, guarantee=guarantee)
     result = collapse_(result)
+    note_preparation_(result, notes)
     write_config(result, model)
     return result
 
 
 def _check(
-    model: nn.Module, budget: float | None, blocks: int | None, joint: bool, tolerance: float | None, objective: str,
-    ridge: float, polish_steps: int, checkpoint: Any,
+    budget: float | None, blocks: int | None, joint: bool, tolerance: float | None, objective: str, ridge: float,
+    polish_steps: int, checkpoint: Any,
 ) -> None:  # fmt: skip
-    if not isinstance(model, nn.Module):
-        raise InvalidOption(f"expected an nn.Module, got {type(model).__name__}")
-    if hasattr(model, "reorganization"):
-        raise InvalidOption("this model is reorganized already; pass the original")
     given = {"budget": budget, "blocks": blocks, "tolerance": tolerance}
     if sum(value is not None for value in given.values()) != 1:
         came = ", ".join(f"{name}={value}" for name, value in given.items() if value is not None) or "none of them"
@@ -234,7 +233,8 @@ class _Fitting:
         reasons = dict.fromkeys(units.keys() - asked, NOT_ASKED)
         reasons |= {name: unit.reason or unfit(unit, in_blocks) for name, unit in units.items() if name in asked}
         if all(reasons[name] for name in asked):
-            raise InvalidOption(f"no layer that can be fitted matches targets {targets} and ignore {ignore}")
+            why = next((f": {name}: {reasons[name]}" for name in units if name in asked), "")
+            raise InvalidOption(f"no layer that can be fitted matches targets {targets} and ignore {ignore}{why}")
         check_repeatable(dense, data.fitted[0].first(8), "the model")
         example = data.fitted[0].first(2)
         reach = Reach.of(dense, {name: unit for name, unit in units.items() if not reasons[name]}, data, example)

@@ -75,6 +75,7 @@ def _gradients(model: nn.Module, names: Sequence[str], batch: Batch, rng: torch.
         for value in found.values():
             if value.requires_grad and value.is_floating_point() and value.ndim:
                 rows = value.reshape(-1, value.shape[-1])[real_rows(batch, value.shape[:-1], value.numel(), 0)]
+                rows = _single(rows)
                 signs = torch.randint(2, rows.shape, generator=rng).to(rows) * 2 - 1
                 total = total + (rows * signs).sum() / rows.detach().std().clamp_min(torch.finfo(rows.dtype).tiny)
         asked = [(name, one) for name, some in written.items() for one in some]
@@ -84,5 +85,11 @@ def _gradients(model: nn.Module, names: Sequence[str], batch: Batch, rng: torch.
     result: dict[str, list[Tensor]] = {}
     for (name, _), gradient in zip(asked, gradients, strict=True):
         if gradient is not None:
-            result.setdefault(name, []).append(gradient.reshape(-1, gradient.shape[-1]))
+            rows = _single(gradient.reshape(-1, gradient.shape[-1]))
+            result.setdefault(name, []).append(rows[rows.isfinite().all(1)])  # half precision has few numbers
     return {name: torch.cat(parts) for name, parts in result.items()}
+
+
+def _single(rows: Tensor) -> Tensor:
+    """The same in single precision at least: sums of half precision are no sums."""
+    return rows.float() if rows.dtype.itemsize < 4 else rows

@@ -24,6 +24,7 @@ from crystallite.core.errors import CrystalliteError, InvalidOption
 from crystallite.core.suggest import suggest_keywords
 from crystallite.data.batch import Batch, batches, evaluating
 from crystallite.data.outputs import ROUNDING, tensors
+from crystallite.models.preparing import prepared
 from crystallite.models.swap import put_everywhere_
 from crystallite.operators.linear import BlockLinear
 
@@ -78,6 +79,7 @@ def export(
     target = Path(path)
     if target.suffix != ".onnx":
         raise InvalidOption(f"{target}: expected a name that ends in .onnx")
+    model, _ = prepared(model)
     library = _libraries()
     checked = [batch.without_target() for batch in islice(batches(data), _CHECKED)]
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -282,6 +282,7 @@ class Record:
     changes: tuple[LayerChange, ...] = ()
     folds: tuple[Fold, ...] = ()
     not_folded: str = ""  # why no orders were folded, where they could have been
+    prepared: tuple[str, ...] = ()  # what was taken off the model before: wrappers, weights computed from others
 
     @property
     def method(self) -> Method:

@@ -33,7 +33,8 @@ class Summary:
 
     changes: tuple[LayerChange, ...]
     order: str = ""  # of hidden neurons: how much of it lies in the weights, how much is moved at run time
-    notes: tuple[str, ...] = ()  # of a fitted model: what was asked for, what it cost, what was protected and promised
+    notes: tuple[str, ...] = ()  # what was taken off the model before; of a fitted model: what was asked for, what it
+    # cost, what was protected and promised
 
     @property
     def macs(self) -> tuple[int, int]:
@@ -100,7 +101,7 @@ def summary(model: nn.Module) -> Summary:
     """
     found = record(model)
     notes = (*_notes(found.options), *_unreached(found)) if isinstance(found.options, CompressedOptions) else ()
-    return Summary(found.changes, _order(model, found), notes)
+    return Summary(found.changes, _order(model, found), (*found.prepared, *notes))
 
 
 def _order(model: nn.Module, found: Record) -> str:

@@ -88,7 +88,7 @@ def dense_form(model: nn.Module) -> nn.Module:
     What such a model computes stays what it is, layer by layer and with all neurons in the order of the original.
     """
     found, result = record(model), copy.deepcopy(model)
-    del result.reorganization
+    vars(result).pop("reorganization", None)  # copies of torch.fx's modules are without it
     operators = [
         (name, module)
         for name, module in result.named_modules()

@@ -20,6 +20,7 @@ from crystallite.graph.trace import Spaces, Untraceable, trace
 from crystallite.models.composites import collapse_, expand_
 from crystallite.models.experts import units_and_experts
 from crystallite.models.layers import Unit, change, has_hooks, left_alone, trained
+from crystallite.models.preparing import prepared
 from crystallite.models.record import ExactOptions, Fold, LayerChange, OperatorKind, OperatorRecord, Record, set_record_
 from crystallite.models.swap import put_, replace_
 from crystallite.models.transformers_folder import write_config
@@ -111,10 +112,7 @@ def reorganize(
           (2): Identity()
         )
     """
-    if not isinstance(model, nn.Module):
-        raise InvalidOption(f"expected an nn.Module, got {type(model).__name__}")
-    if hasattr(model, "reorganization"):
-        raise InvalidOption("this model is reorganized already; pass the original, or cx.restore(model)")
+    model, notes = prepared(model, dense=True)
     targets, ignore = ([p] if isinstance(p, str) else list(p) for p in (targets, ignore))
     result = expand_(copy.deepcopy(model))
     units = {unit.name: unit for unit in units_and_experts(result, targets, ignore)}
@@ -147,7 +145,7 @@ def reorganize(
     rewrite.changes |= {name: left_alone(unit) for name, unit in units.items() if unit.reason}
     options = ExactOptions(level, str(null), correction, random_walk, rule, alpha, delta0, tau, channels, feed_forward)
     changes = tuple(rewrite.changes[name] for name in units)
-    set_record_(rewrite.model, Record(options, changes, tuple(folds), reason if fold and faster else ""))
+    set_record_(rewrite.model, Record(options, changes, tuple(folds), reason if fold and faster else "", notes))
     write_config(rewrite.model, model)
     return rewrite.model
 

@@ -25,7 +25,9 @@ from crystallite.graph.chains import Chain, find_chains
 from crystallite.graph.neuron_groups import neuron_groups
 from crystallite.graph.trace import trace
 from crystallite.models.manifest import source_sha256
+from crystallite.models.preparing import prepared
 from crystallite.models.record import StorableNull, UpgradedOptions, record, set_record_
+from crystallite.models.transformers_folder import write_config
 from crystallite.partitioning.assignment import assign_by_explained_variance
 from crystallite.partitioning.input_clusters import cluster_partition
 from crystallite.partitioning.partition import Partition, decorrelated_partition, joint_components, random_partition
@@ -97,7 +99,8 @@ def upgrade(
         level: the strictest level at which nothing is annealed away; larger ones keep everything too.
         targets, ignore: patterns of layer names. By default all layers that share hidden neurons with others: MLPs,
             feed-forward pairs of transformers, stacks of convolutions (blocks of channels); and recurrent networks
-            (blocks of hidden units, each reading inputs of its own). The last layer of a classifier is among them;
+            (blocks of hidden units, each reading inputs of its own). Attention, and other layers that stand alone, are
+            cut only where they are named. The last layer of a classifier is among them;
             ignore it if every output may read every block, and the first convolution if images have fewer channels than
             there are blocks.
         partition: which neuron goes to which block. "regions" keeps inputs together that vary together, "spread" gives
@@ -130,7 +133,8 @@ def upgrade(
         (2, 40)
     """
     made = partition if isinstance(partition, Partition) and blocks is None else None
-    _check(model, (blocks, modules, made), epochs, learning_rate, block_loss, level)
+    _check((blocks, modules, made), epochs, learning_rate, block_loss, level)
+    model, notes = prepared(model, dense=True)
     data = repeatable(data)
     with torch.random.fork_rng(devices=[]):  # whoever calls keeps their random numbers
         torch.manual_seed(seed)
@@ -192,6 +196,7 @@ def upgrade(
     strays = sum(_drop_strays_(student, *each) for each in zip(partition.chains, partition.labels, strict=True))
     _prove(student, partition, chosen, level)
     student.train(model.training)
+    student, _ = prepared(student)  # without states that modules have kept with their graph
     small = in_blocks(student, partition.modules, example)
     options = UpgradedOptions(
         blocks,
@@ -206,7 +211,8 @@ def upgrade(
         tuple(balanced),
         strays,
     )
-    set_record_(small, replace(record(small), options=options))
+    set_record_(small, replace(record(small), options=options, prepared=notes))
+    write_config(small, model)
     return small
 
 
@@ -215,14 +221,10 @@ def _patterns(patterns: str | Sequence[str]) -> list[str]:
 
 
 def _check(
-    model: nn.Module, given: Sequence[Any], epochs: int, learning_rate: float, block_loss: float | None, level: float
+    given: Sequence[Any], epochs: int, learning_rate: float, block_loss: float | None, level: float
 ) -> None:
     if sum(one is not None for one in given) != 1:
         raise InvalidOption("expected one of blocks=k, modules=what discover found, and a Partition")
-    if not isinstance(model, nn.Module):
-        raise InvalidOption(f"expected an nn.Module, got {type(model).__name__}")
-    if hasattr(model, "reorganization"):
-        raise InvalidOption("this model is reorganized already; pass the original, or cx.restore(model)")
     if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1:
         raise InvalidOption(f"epochs must be an integer of at least 1, got {epochs!r}")
     if not 0 < learning_rate < float("inf"):
