@@ -25,8 +25,8 @@ from crystallite.weights.checkpoint import open_checkpoint
 from crystallite.weights.stored import SourceFile, load_json
 
 __all__ = [
-    "MANIFEST", "METHOD", "QUANT_METHOD", "VERSION", "attach_verdict", "check_source", "check_weights", "is_saved", "read_manifest",
-    "source_sha256", "weights_of", "weights_sha256", "write_manifest",
+    "MANIFEST", "METHOD", "QUANT_METHOD", "VERSION", "attach_verdict", "check_source", "check_weights", "is_saved",
+    "read_manifest", "source_sha256", "weights_of", "weights_sha256", "write_manifest",
 ]  # fmt: skip
 
 VERSION = 4

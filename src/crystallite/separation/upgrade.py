@@ -220,9 +220,7 @@ def _patterns(patterns: str | Sequence[str]) -> list[str]:
     return [patterns] if isinstance(patterns, str) else list(patterns)
 
 
-def _check(
-    given: Sequence[Any], epochs: int, learning_rate: float, block_loss: float | None, level: float
-) -> None:
+def _check(given: Sequence[Any], epochs: int, learning_rate: float, block_loss: float | None, level: float) -> None:
     if sum(one is not None for one in given) != 1:
         raise InvalidOption("expected one of blocks=k, modules=what discover found, and a Partition")
     if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1:

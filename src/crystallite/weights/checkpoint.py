@@ -101,7 +101,9 @@ def open_checkpoint(source: torch.nn.Module | Mapping[str, Any] | str | os.PathL
         source, notes = without_wrappers(source)
         label = type(source).__name__
         if adapted := find_adapters(source):
-            notes += (f"{adapted[-1] or label} and others are PEFT's: weights without what adapters add; {MERGE_FIRST}",)
+            notes += (
+                f"{adapted[-1] or label} and others are PEFT's: weights without what adapters add; {MERGE_FIRST}",
+            )
         stored = source.state_dict()
         if packed := next((name for name, value in stored.items() if isinstance(value, tuple)), None):
             refuse(label, "weights as tensors", f"packed ones in {packed}", "pass the model before it was quantised")
