@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 import traceback
 from dataclasses import dataclass, field
@@ -73,7 +72,7 @@ class Case:
     @cached_property
     def planted(self) -> tuple[nn.Module, list[str]]:
         """The model with every layer masked to scrambled blocks, and the names of these weights."""
-        return _planted(copy.deepcopy(self.model))
+        return _planted(self.entry.model())
 
     def small(self) -> nn.Module:
         """What `compress` made, or the next verb that gave something."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -66,9 +67,15 @@ class Entry:
     not_applicable: Mapping[str, str] = field(default_factory=dict)  # verb → why it says nothing about this model
     model_class: str = ""  # of transformers
     note: str = ""  # what is special about it
+    needs: str = ""  # a package that not everybody has
 
     def __post_init__(self) -> None:
         assert self.kind in _KIND, self.kind
+
+    @property
+    def is_available(self) -> bool:
+        """Whether the package that it needs is installed."""
+        return not self.needs or find_spec(self.needs) is not None
 
     @property
     def title(self) -> str:

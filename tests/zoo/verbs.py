@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 import time
 import warnings
@@ -53,7 +52,7 @@ def analyze(case: Case) -> dict[str, Any]:
 
 def _names(row: str, parameter: str) -> bool:
     """Whether a row of the table is about a parameter, or a part of it."""
-    return re.sub(r"\[.*?\]", "", row) in (parameter, parameter.removesuffix(".weight"))
+    return re.sub(r"\[.*?\]", "", row) in (parameter, re.sub(r"[._]weight$", "", parameter))
 
 
 def _matrices(model: nn.Module) -> list[str]:
@@ -120,10 +119,12 @@ def _cost_and_error(case: Case, small: nn.Module) -> dict[str, Any]:
     expected, found = answers(case.model, case.fresh), answers(small, case.fresh)
     if found.shape != expected.shape or not found.isfinite().all():
         raise Wrong(f"outputs of shape {list(found.shape)} or not finite, expected {list(expected.shape)}")
-    spread = expected - expected.flatten(0, -2).mean(0)
+    features = expected.movedim(1, -1) if expected.ndim == 4 else expected  # images: channels stand before places
+    spread = features - features.flatten(0, -2).mean(0)
     return {
-        "share": round(after.weights / before.weights if before.weights else after.total / max(before.total, 1), 4),
-        "share_with_attention": round(after.total / max(before.total, 1), 4),
+        "share": round(after.share_of(before), 4),
+        "share_with_attention": round((after.weights + after.others) / (before.weights + before.others), 4),
+        "rebuilt": round(after.rebuilt / before.total, 4),  # weights multiplied out in every call
         "error": round(float(((found - expected).norm() / spread.norm()) ** 2), 4),
     }
 
@@ -161,7 +162,7 @@ def validate(case: Case) -> dict[str, Any]:
     share = verdict.macs[1] / max(verdict.macs[0], 1)
     batch = case.fresh.first(16)
     before, after = count(case.source(_origin(case)), batch), count(small, batch)
-    counted = after.weights / before.weights if before.weights else after.total / before.total
+    counted = after.share_of(before)
     if abs(share - counted) > 0.02:
         raise Wrong(f"counts {share:.1%} of the multiply-adds, executed are {counted:.1%}")
     return {"passed": verdict.passed, "share": round(share, 4)}
@@ -277,7 +278,7 @@ def units(case: Case) -> dict[str, Any]:
     """Which pairs the fitted path would take as units, of those that the architecture has."""
     names = {unit.name for unit in find_units(case.model, ["*"], [])}
     example = next(batches(case.calibration)).first(2)
-    groups = [group.layers for group in find_prunable(copy.deepcopy(case.model).eval(), names, example)]
+    groups = [group.layers for group in find_prunable(case.entry.model(), names, example)]
     numbers: dict[str, Any] = {"groups": len(groups)}
     missed = []
     for what in ("feed_forward", "value_output", "query_key"):
