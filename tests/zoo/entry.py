@@ -85,7 +85,8 @@ class Entry:
 
     def expected(self, verb: str) -> str:
         """How a cell has to come out."""
-        if verb in self.not_applicable or (verb == "generate" and not self.generates):
+        other = {"generate": not self.generates, "open_folder": not self.model_class}
+        if verb in self.not_applicable or other.get(verb):
             return "n/a"
         return "refused" if verb in self.refused else "works"
 

@@ -17,6 +17,7 @@ import crystallite as cx
 from crystallite.compression.pruning import find_prunable
 from crystallite.data.batch import Batch, batches
 from crystallite.models.layers import find_units
+from crystallite.models.opening import open_model
 from tests.zoo.cases import (
     Case,
     NotApplicable,
@@ -50,6 +51,18 @@ def analyze(case: Case) -> dict[str, Any]:
     return {"layers": len(rows)}
 
 
+def open_folder(case: Case) -> dict[str, Any]:
+    """A folder of the dense model comes back as the class that it was, head and all."""
+    if not case.is_transformers:
+        raise NotApplicable("no model of transformers")
+    folder = case.folder / "dense"
+    case.model.save_pretrained(folder)
+    again = open_model(str(folder), None).eval()
+    if type(again) is not type(case.model):
+        raise Wrong(f"opened as {type(again).__name__}, was {type(case.model).__name__}")
+    return {"deviation": same(case, answers(again, case.fresh), answers(case.model, case.fresh), "the opened folder")}
+
+
 def _names(row: str, parameter: str) -> bool:
     """Whether a row of the table is about a parameter, or a part of it."""
     return re.sub(r"\[.*?\]", "", row) in (parameter, re.sub(r"[._]weight$", "", parameter))
@@ -77,9 +90,9 @@ def _matrices(model: nn.Module) -> list[str]:
 
 def exact(case: Case) -> dict[str, Any]:
     masked, names = case.planted
-    if not names:
-        raise NotApplicable("no layer with a weight of its own")
     small = cx.reorganize(masked, level=None, only_if_faster=False, example=case.fresh.first(2).arguments)
+    if not names:
+        raise Nothing("no layer has a weight that could be masked, and nothing was said about it")
     changes = {change.name: change for change in cx.summary(small).changes}
     apart = [name for name in names if name in changes and changes[name].blocks > 1]
     if not apart:
@@ -294,8 +307,10 @@ def units(case: Case) -> dict[str, Any]:
 
 VERBS: dict[str, Callable[[Case], dict[str, Any]]] = {
     verb.__name__: verb
-    for verb in (analyze, units, exact, compress, blocks, upgrade, validate, save, pretrained, generate, onnx, service,
-                 report)
+    for verb in (
+        analyze, open_folder, units, exact, compress, blocks, upgrade, validate, save, pretrained, generate, onnx,
+        service, report,
+    )
 }  # fmt: skip
 
 
