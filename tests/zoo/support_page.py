@@ -12,8 +12,8 @@ __all__ = ["PAGE", "page"]
 PAGE = Path(__file__).parents[2] / "docs" / "support.md"
 COLUMNS = {
     "analyze": "analyze", "open_folder": "open", "exact": "reorganize", "compress": "compress",
-    "blocks": "compress (blocks)", "upgrade": "upgrade", "validate": "validate", "save": "save, load", "pretrained": "reopen",
-    "generate": "generate", "onnx": "export (ONNX)", "service": "serve", "report": "report",
+    "blocks": "compress (blocks)", "upgrade": "upgrade", "validate": "validate", "save": "save, load",
+    "pretrained": "reopen", "generate": "generate", "onnx": "export (ONNX)", "service": "serve", "report": "report",
 }  # fmt: skip
 KINDS = {
     "decoder": "Decoders", "encoder": "Encoders", "seq2seq": "Encoder–decoders", "vision": "Vision", "audio": "Audio",
