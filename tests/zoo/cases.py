@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from crystallite.data.batch import Batch, batches
-from tests.zoo.entry import SAMPLES, Entry
+from tests.zoo.entry import BATCH, SAMPLES, Entry
 
 __all__ = [
     "Case", "NotApplicable", "Nothing", "Outcome", "Wrong", "answers", "deviation", "main", "plain_text", "same",
@@ -67,7 +67,8 @@ class Case:
         self.entry, self.folder = entry, folder
         self.model = entry.model()
         self.calibration = entry.batches(1, SAMPLES)
-        self.fresh = next(batches(entry.batches(2, 64)))  # samples that nothing was fitted on
+        self.judging = list(batches(entry.batches(2, 4 * BATCH)))  # samples that nothing was fitted on
+        self.fresh = self.judging[0]
         self.made: dict[str, nn.Module] = {}
         self.tokens: Tensor | None = None
 

@@ -129,7 +129,7 @@ def _cost_and_error(case: Case, small: nn.Module) -> dict[str, Any]:
     """Counted shares of the whole model's multiply-adds, and the error on samples that nothing was fitted on."""
     batch = case.fresh.first(8)
     before, after = count(case.model, batch), count(small, batch)
-    expected, found = answers(case.model, case.fresh), answers(small, case.fresh)
+    expected, found = (torch.cat([answers(m, b) for b in case.judging]) for m in (case.model, small))
     if found.shape != expected.shape or not found.isfinite().all():
         raise Wrong(f"outputs of shape {list(found.shape)} or not finite, expected {list(expected.shape)}")
     features = expected.movedim(1, -1) if expected.ndim == 4 else expected  # images: channels stand before places
