@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 import crystallite as cx
-from crystallite.compression.pruning import find_prunable
+from crystallite.compression.pruning import find_prunable_with_experts
 from crystallite.data.batch import Batch, batches
-from crystallite.models.layers import find_units
+from crystallite.models.composites import expanded
+from crystallite.models.experts import units_and_experts
 from crystallite.models.opening import open_model
 from tests.zoo.cases import (
     Case,
@@ -289,15 +290,20 @@ def report(case: Case) -> dict[str, Any]:
 
 def units(case: Case) -> dict[str, Any]:
     """Which pairs the fitted path would take as units, of those that the architecture has."""
-    names = {unit.name for unit in find_units(case.model, ["*"], [])}
-    example = next(batches(case.calibration)).first(2)
-    groups = [group.layers for group in find_prunable(case.entry.model(), names, example)]
-    numbers: dict[str, Any] = {"groups": len(groups)}
+    model = expanded(case.entry.model())
+    names = {unit.name for unit in units_and_experts(model, ["*"], []) if not unit.reason}
+    prunable, why = find_prunable_with_experts(model, names, names, next(batches(case.calibration)))
+    kinds = {"feed_forward": [], "value_output": [], "query_key": []}
+    for group in prunable.groups:
+        kind = "query_key" if not group.readers else "value_output" if group.inside_heads else "feed_forward"
+        kinds[kind].append(group.layers)
+    reasons = sorted({*prunable.reasons.values(), *filter(None, [why])})
+    numbers: dict[str, Any] = {"groups": len(prunable.groups), "reasons": reasons}
     missed = []
     for what in ("feed_forward", "value_output", "query_key"):
         for pair in getattr(case.entry, what):
             expected = pair.expected(case.model)
-            found = sum(pair.is_in(tuple(layers)) for layers in groups)
+            found = sum(pair.is_in(tuple(layers)) for layers in kinds[what])
             numbers.setdefault(what, []).append([found, expected, pair.reason])
             missed += [f"{what} {found} of {expected}"] if found < expected and not pair.reason else []
     if missed:

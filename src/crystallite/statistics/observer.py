@@ -314,7 +314,7 @@ def observe(
     missing = [name for name in (*names, *([until] if until else ())) if name not in found]
     for name in plan.routed.intersection(missing):
         weight = matrix_of(model.get_submodule(name))
-        found[name] = [weight.new_zeros(0, weight.shape[1]), weight.new_zeros(0, len(weight)), None]
+        found[name] = [[weight.new_zeros(0, weight.shape[1]), weight.new_zeros(0, len(weight)), None]]
     missing = [name for name in names if name not in found]
     if missing:
         raise InvalidOption(f"{missing[0]}: runs on some batches of the calibration only; name it in ignore=")
