@@ -25,7 +25,11 @@ def main() -> None:
     parser.add_argument("--update", action="store_true", help="keep the other cells that the JSON file holds")
     parser.add_argument("--write-docs", action="store_true", help="write docs/support.md from the outcomes")
     options = parser.parse_args()
-    names = [name for name in ZOO if any(fnmatch.fnmatch(name, pattern) for pattern in options.models)]
+    names = [
+        name
+        for name, entry in ZOO.items()
+        if entry.is_available and any(fnmatch.fnmatch(name, pattern) for pattern in options.models)
+    ]
     if not names:
         parser.error(f"no model matches {options.models}; there are {', '.join(ZOO)}")
     with tempfile.TemporaryDirectory() as folder:

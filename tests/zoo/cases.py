@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import re
 import traceback
+from collections import Counter
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -15,13 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from crystallite.data.batch import Batch, batches
-from tests.zoo.entry import SAMPLES, Entry
+from tests.zoo.entry import BATCH, SAMPLES, Entry
 
 __all__ = [
     "Case", "NotApplicable", "Nothing", "Outcome", "Wrong", "answers", "deviation", "main", "plain_text", "same",
     "valid", "where",
 ]  # fmt: skip
 
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}  # of the norm of the output
 
 
@@ -66,14 +67,15 @@ class Case:
         self.entry, self.folder = entry, folder
         self.model = entry.model()
         self.calibration = entry.batches(1, SAMPLES)
-        self.fresh = next(batches(entry.batches(2, 64)))  # samples that nothing was fitted on
+        self.judging = list(batches(entry.batches(2, 4 * BATCH)))  # samples that nothing was fitted on
+        self.fresh = self.judging[0]
         self.made: dict[str, nn.Module] = {}
         self.tokens: Tensor | None = None
 
     @cached_property
     def planted(self) -> tuple[nn.Module, list[str]]:
         """The model with every layer masked to scrambled blocks, and the names of these weights."""
-        return _planted(copy.deepcopy(self.model))
+        return _planted(self.entry.model())
 
     def small(self) -> nn.Module:
         """What `compress` made, or the next verb that gave something."""
@@ -146,18 +148,15 @@ def same(case: Case, found: Tensor, expected: Tensor, what: str) -> float:
 
 @torch.no_grad()
 def _planted(model: nn.Module) -> tuple[nn.Module, list[str]]:
-    """Two scrambled blocks in every matrix of a layer, in place."""
+    """Two scrambled blocks in every matrix that a layer has for itself, in place; the names of these layers."""
     rng = np.random.default_rng(0)
+    held = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
     names = []
-    tied = [id(p) for m in model.modules() for p in m._parameters.values() if p is not None]
     for name, module in model.named_modules():
-        is_conv = isinstance(module, nn.modules.conv._ConvNd)
-        if isinstance(module, nn.modules.conv._ConvTransposeNd) or (is_conv and module.groups > 1):
-            continue
-        if not (isinstance(module, nn.Linear) or is_conv or type(module).__name__ == "Conv1D"):
-            continue
-        weight = module._parameters.get("weight")
-        if weight is None or tied.count(id(weight)) > 1 or min(weight.shape[:2]) < 4 or not weight.is_floating_point():
+        weight = dict(module.named_parameters(recurse=False)).get("weight")
+        is_conv = isinstance(module, _CONVOLUTIONS)
+        known = isinstance(module, nn.Linear) or (is_conv and module.groups == 1) or type(module).__name__ == "Conv1D"
+        if not known or type(weight) is not nn.Parameter or held[id(weight)] > 1 or min(weight.shape[:2]) < 4:
             continue
         rows, columns = (rng.permutation(np.arange(size) % 2) for size in weight.shape[:2])
         kept = torch.from_numpy(rows[:, None] == columns).view(*weight.shape[:2], *[1] * (weight.ndim - 2))

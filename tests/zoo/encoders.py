@@ -27,7 +27,16 @@ T5_ATTENTION = {
     "value_output": (Pairs(r"\w+Attention\.v", r"\w+Attention\.o"),),
     "query_key": (Pairs(r"\w+Attention\.q", r"\w+Attention\.k"),),
 }
+FUSED = {
+    "feed_forward": (Pairs(r"mlp\.Wi", r"mlp\.Wo"),),
+    "value_output": (Pairs("Wqkv", r"attn\.Wo"),),
+    "query_key": (Pairs("Wqkv", "Wqkv"),),
+}
 LABELS = {"num_labels": 5}
+MODERN = WIDE | {
+    "intermediate_size": 2 * HIDDEN, "global_attn_every_n_layers": 2, "local_attention": 16, "cls_token_id": 2,
+    "sep_token_id": 3,
+}  # fmt: skip
 BART = TOKENS | {
     "d_model": HIDDEN, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 4 * HIDDEN,
     "decoder_ffn_dim": 4 * HIDDEN, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
@@ -86,11 +95,8 @@ ENCODERS = [
             **BERT | {"value_output": (Pairs("value_proj", r"attention\.output\.dense"),),
                       "query_key": (Pairs("query_proj", "key_proj"),)}),
     encoder("electra", "ElectraForSequenceClassification", "Electra", WIDE | LABELS | {"embedding_size": 32}, **BERT),
-    encoder("modernbert", "ModernBertForSequenceClassification", "ModernBert", WIDE | LABELS | {
-            "intermediate_size": 2 * HIDDEN, "global_attn_every_n_layers": 2, "local_attention": 16,
-            "cls_token_id": 2, "sep_token_id": 3},
-            feed_forward=(Pairs(r"mlp\.Wi", r"mlp\.Wo"),), value_output=(Pairs("Wqkv", r"attn\.Wo"),),
-            query_key=(Pairs("Wqkv", "Wqkv"),)),
+    encoder("modernbert", "ModernBertModel", "ModernBert", MODERN, **FUSED),
+    encoder("modernbert_classifier", "ModernBertForSequenceClassification", "ModernBert", MODERN | LABELS, **FUSED),
     encoder("mpnet", "MPNetForSequenceClassification", "MPNet", WIDE | LABELS,
             **BERT | {"value_output": (Pairs(r"attn\.v", r"attn\.o"),), "query_key": (Pairs(r"attn\.q", r"attn\.k"),)}),
     encoder("albert", "AlbertForSequenceClassification", "Albert", WIDE | LABELS | {"embedding_size": 32},

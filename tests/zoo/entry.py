@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ __all__ = ["HIDDEN", "VOCABULARY", "Batches", "Entry", "Pairs", "images", "numbe
 HIDDEN, VOCABULARY = 64, 128
 SAMPLES, BATCH = 256, 32  # of calibration data
 LENGTHS = (8, 24)  # of texts, from and to
-DECAY = 5.0  # of planted singular values: σ_i ∝ exp(−DECAY·i/n); a quarter of them holds 92 % of the energy
+DECAY = 2.0  # of planted singular values: σ_i ∝ exp(−DECAY·i/n); a quarter of them holds 64 % of the energy
 _KIND = {"decoder", "encoder", "seq2seq", "vision", "audio", "plain"}
 
 Batches = Callable[[int, int], list[Any]]  # seed, samples → batches as `cx.compress` takes them
@@ -66,9 +67,15 @@ class Entry:
     not_applicable: Mapping[str, str] = field(default_factory=dict)  # verb → why it says nothing about this model
     model_class: str = ""  # of transformers
     note: str = ""  # what is special about it
+    needs: str = ""  # a package that not everybody has
 
     def __post_init__(self) -> None:
         assert self.kind in _KIND, self.kind
+
+    @property
+    def is_available(self) -> bool:
+        """Whether the package that it needs is installed."""
+        return not self.needs or find_spec(self.needs) is not None
 
     @property
     def title(self) -> str:
@@ -78,7 +85,8 @@ class Entry:
 
     def expected(self, verb: str) -> str:
         """How a cell has to come out."""
-        if verb in self.not_applicable or (verb == "generate" and not self.generates):
+        other = {"generate": not self.generates, "open_folder": not self.model_class}
+        if verb in self.not_applicable or other.get(verb):
             return "n/a"
         return "refused" if verb in self.refused else "works"
 

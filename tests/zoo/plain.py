@@ -213,8 +213,9 @@ def parallel() -> nn.Module:
     return nn.DataParallel(plant_(mlp()))
 
 
-def llama() -> nn.Module:
-    return plant_(transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA)))
+def llama(dtype: torch.dtype = torch.float32) -> nn.Module:
+    """As `from_pretrained(dtype=…)` makes it: buffers of positions stay in float32."""
+    return plant_(transformers.LlamaForCausalLM._from_config(transformers.LlamaConfig(**LLAMA), dtype=dtype))
 
 
 def adapted() -> nn.Module:
@@ -287,8 +288,8 @@ PLAIN = [
     plain("torch_compile", compiled, VECTORS, planted=False, feed_forward=HIDDEN_LAYERS),
     plain("torchscript", scripted, VECTORS, planted=False, feed_forward=HIDDEN_LAYERS),
     plain("data_parallel", parallel, VECTORS, planted=False, own_code=True, feed_forward=HIDDEN_LAYERS),
-    llama_as("llama_bf16", lambda: llama().bfloat16(), "bfloat16"),
-    llama_as("llama_f16", lambda: llama().half(), "float16"),
+    llama_as("llama_bf16", lambda: llama(torch.bfloat16), "bfloat16"),
+    llama_as("llama_f16", lambda: llama(torch.float16), "float16"),
     llama_as("llama_lora", adapted, "with a LoRA adapter of peft"),
-    plain("torchao_int8", quantised, VECTORS, planted=False, feed_forward=HIDDEN_LAYERS),
+    plain("torchao_int8", quantised, VECTORS, planted=False, needs="torchao", feed_forward=HIDDEN_LAYERS),
 ]

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tests.zoo.cases import Case, Outcome
+from tests.zoo.cases import Case, Outcome, plain_text, where
 from tests.zoo.entry import Entry
 from tests.zoo.models import ZOO
 from tests.zoo.tables import Table
@@ -62,8 +62,13 @@ def _model(entry: Entry, verbs: list[str], folder: Path) -> None:
     log = os.open(folder / "log.txt", os.O_WRONLY | os.O_CREAT, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    case = Case(entry, folder)
     with (folder / "cells.jsonl").open("a") as file:
+        try:
+            case = Case(entry, folder)
+        except Exception as error:  # no fault of a verb
+            lost = Outcome("crash", f"the model cannot be built: {plain_text(error)}", frames=where(error)).to_json()
+            file.writelines(json.dumps([verb, lost]) + "\n" for verb in verbs)
+            return
         for verb, outcome in run_all(case, verbs):
             file.write(json.dumps([verb, outcome.to_json()]) + "\n")
             file.flush()

@@ -11,9 +11,9 @@ __all__ = ["PAGE", "page"]
 
 PAGE = Path(__file__).parents[2] / "docs" / "support.md"
 COLUMNS = {
-    "analyze": "analyze", "exact": "reorganize", "compress": "compress", "blocks": "compress (blocks)",
-    "upgrade": "upgrade", "validate": "validate", "save": "save, load", "pretrained": "reopen", "generate": "generate",
-    "onnx": "export (ONNX)", "service": "serve", "report": "report",
+    "analyze": "analyze", "open_folder": "open", "exact": "reorganize", "compress": "compress",
+    "blocks": "compress (blocks)", "upgrade": "upgrade", "validate": "validate", "save": "save, load",
+    "pretrained": "reopen", "generate": "generate", "onnx": "export (ONNX)", "service": "serve", "report": "report",
 }  # fmt: skip
 KINDS = {
     "decoder": "Decoders", "encoder": "Encoders", "seq2seq": "Encoder–decoders", "vision": "Vision", "audio": "Audio",
@@ -25,6 +25,7 @@ Every verb on a tiny random model of each architecture: 2 layers, 64 numbers wid
 
 - ✓ works: answers were compared with those of the dense model, before and after saving.
 - A number: refused, for the reason below the table. ✗ fails. · says nothing about this model.
+- *open*: a folder of the dense model is opened as the class that it was, with its head.
 - *reopen*: saved and opened again in a fresh process, `from_pretrained` for models of transformers.
 - *generate*: the same tokens with the cache, without it, and after reopening.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 import time
 import warnings
@@ -15,9 +14,11 @@ import torch
 from torch import Tensor, nn
 
 import crystallite as cx
-from crystallite.compression.pruning import find_prunable
+from crystallite.compression.pruning import find_prunable_with_experts
 from crystallite.data.batch import Batch, batches
-from crystallite.models.layers import find_units
+from crystallite.models.composites import expanded
+from crystallite.models.experts import units_and_experts
+from crystallite.models.opening import open_model
 from tests.zoo.cases import (
     Case,
     NotApplicable,
@@ -51,9 +52,21 @@ def analyze(case: Case) -> dict[str, Any]:
     return {"layers": len(rows)}
 
 
+def open_folder(case: Case) -> dict[str, Any]:
+    """A folder of the dense model comes back as the class that it was, head and all."""
+    if not case.is_transformers:
+        raise NotApplicable("no model of transformers")
+    folder = case.folder / "dense"
+    case.model.save_pretrained(folder)
+    again = open_model(str(folder), None).eval()
+    if type(again) is not type(case.model):
+        raise Wrong(f"opened as {type(again).__name__}, was {type(case.model).__name__}")
+    return {"deviation": same(case, answers(again, case.fresh), answers(case.model, case.fresh), "the opened folder")}
+
+
 def _names(row: str, parameter: str) -> bool:
     """Whether a row of the table is about a parameter, or a part of it."""
-    return re.sub(r"\[.*?\]", "", row) in (parameter, parameter.removesuffix(".weight"))
+    return re.sub(r"\[.*?\]", "", row) in (parameter, re.sub(r"[._]weight$", "", parameter))
 
 
 def _matrices(model: nn.Module) -> list[str]:
@@ -78,9 +91,9 @@ def _matrices(model: nn.Module) -> list[str]:
 
 def exact(case: Case) -> dict[str, Any]:
     masked, names = case.planted
-    if not names:
-        raise NotApplicable("no layer with a weight of its own")
     small = cx.reorganize(masked, level=None, only_if_faster=False, example=case.fresh.first(2).arguments)
+    if not names:
+        raise Nothing("no layer has a weight that could be masked, and nothing was said about it")
     changes = {change.name: change for change in cx.summary(small).changes}
     apart = [name for name in names if name in changes and changes[name].blocks > 1]
     if not apart:
@@ -117,13 +130,15 @@ def _cost_and_error(case: Case, small: nn.Module) -> dict[str, Any]:
     """Counted shares of the whole model's multiply-adds, and the error on samples that nothing was fitted on."""
     batch = case.fresh.first(8)
     before, after = count(case.model, batch), count(small, batch)
-    expected, found = answers(case.model, case.fresh), answers(small, case.fresh)
+    expected, found = (torch.cat([answers(m, b) for b in case.judging]) for m in (case.model, small))
     if found.shape != expected.shape or not found.isfinite().all():
         raise Wrong(f"outputs of shape {list(found.shape)} or not finite, expected {list(expected.shape)}")
-    spread = expected - expected.flatten(0, -2).mean(0)
+    features = expected.movedim(1, -1) if expected.ndim == 4 else expected  # images: channels stand before places
+    spread = features - features.flatten(0, -2).mean(0)
     return {
-        "share": round(after.weights / before.weights if before.weights else after.total / max(before.total, 1), 4),
-        "share_with_attention": round(after.total / max(before.total, 1), 4),
+        "share": round(after.share_of(before), 4),
+        "share_with_attention": round((after.weights + after.others) / (before.weights + before.others), 4),
+        "rebuilt": round(after.rebuilt / before.total, 4),  # weights multiplied out in every call
         "error": round(float(((found - expected).norm() / spread.norm()) ** 2), 4),
     }
 
@@ -161,7 +176,7 @@ def validate(case: Case) -> dict[str, Any]:
     share = verdict.macs[1] / max(verdict.macs[0], 1)
     batch = case.fresh.first(16)
     before, after = count(case.source(_origin(case)), batch), count(small, batch)
-    counted = after.weights / before.weights if before.weights else after.total / before.total
+    counted = after.share_of(before)
     if abs(share - counted) > 0.02:
         raise Wrong(f"counts {share:.1%} of the multiply-adds, executed are {counted:.1%}")
     return {"passed": verdict.passed, "share": round(share, 4)}
@@ -275,15 +290,20 @@ def report(case: Case) -> dict[str, Any]:
 
 def units(case: Case) -> dict[str, Any]:
     """Which pairs the fitted path would take as units, of those that the architecture has."""
-    names = {unit.name for unit in find_units(case.model, ["*"], [])}
-    example = next(batches(case.calibration)).first(2)
-    groups = [group.layers for group in find_prunable(copy.deepcopy(case.model).eval(), names, example)]
-    numbers: dict[str, Any] = {"groups": len(groups)}
+    model = expanded(case.entry.model())
+    names = {unit.name for unit in units_and_experts(model, ["*"], []) if not unit.reason}
+    prunable, why = find_prunable_with_experts(model, names, names, next(batches(case.calibration)))
+    kinds = {"feed_forward": [], "value_output": [], "query_key": []}
+    for group in prunable.groups:
+        kind = "query_key" if not group.readers else "value_output" if group.inside_heads else "feed_forward"
+        kinds[kind].append(group.layers)
+    reasons = sorted({*prunable.reasons.values(), *filter(None, [why])})
+    numbers: dict[str, Any] = {"groups": len(prunable.groups), "reasons": reasons}
     missed = []
     for what in ("feed_forward", "value_output", "query_key"):
         for pair in getattr(case.entry, what):
             expected = pair.expected(case.model)
-            found = sum(pair.is_in(tuple(layers)) for layers in groups)
+            found = sum(pair.is_in(tuple(layers)) for layers in kinds[what])
             numbers.setdefault(what, []).append([found, expected, pair.reason])
             missed += [f"{what} {found} of {expected}"] if found < expected and not pair.reason else []
     if missed:
@@ -293,8 +313,10 @@ def units(case: Case) -> dict[str, Any]:
 
 VERBS: dict[str, Callable[[Case], dict[str, Any]]] = {
     verb.__name__: verb
-    for verb in (analyze, units, exact, compress, blocks, upgrade, validate, save, pretrained, generate, onnx, service,
-                 report)
+    for verb in (
+        analyze, open_folder, units, exact, compress, blocks, upgrade, validate, save, pretrained, generate, onnx,
+        service, report,
+    )
 }  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from crystallite.annealing.neyman import CORRECTIONS, resolve_level
 from crystallite.annealing.random_walk import DELTA0, METHODS, TAU, check_band
 from crystallite.core.errors import InvalidOption
 from crystallite.core.suggest import check_choice, matching, suggest_keywords
-from crystallite.core.tables import terminal_width, text_table
+from crystallite.core.tables import by_expert, span, terminal_width, text_table
 from crystallite.weights.checkpoint import Checkpoint, open_checkpoint
 from crystallite.weights.layers import Layer, recognise
 
@@ -67,16 +67,21 @@ class Analysis:
         }
 
     def table(self, width: int | None = None) -> str:
-        """The rows as text, lines no longer than `width` if there is one."""
-        cells = [["matrix", "shape", "null", "KS", "kept", "blocks", "largest", "dormant", "finding"]]
+        """The rows as text, lines no longer than `width` if there is one; experts of a stack share a line."""
+        header = ["matrix", "shape", "null", "KS", "kept", "blocks", "largest", "dormant", "finding"]
+        single = list[list[str]]()
         for row in self.rows:
             shape = f"{row.rows}×{row.cols}" + (f"·{row.matrices}" if row.matrices > 1 else "")
             dormant = f"{row.dormant_rows}+{row.dormant_cols}"
             kept, largest = _percent(row.kept_share), _percent(row.largest_share)
             null = _short(row.null)
-            cells.append(
+            single.append(
                 [row.name, shape, null, f"{row.null_fit:.2f}", kept, str(row.n_blocks), largest, dormant, row.finding]
             )
+        cells = [header]
+        for name, places in by_expert([row.name for row in self.rows]):
+            columns = zip(*(single[place][1:] for place in places), strict=True)
+            cells.append([name, *map(span, columns)])
         lines = text_table(cells, width)
         if width is not None and max(map(len, lines)) > width:  # a narrow terminal: do without the null
             lines = text_table([[*row[:2], *row[4:]] for row in cells], width)

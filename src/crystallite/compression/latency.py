@@ -37,7 +37,10 @@ class Latency:
         self.embedded = {name for group in groups if group.embedded for name in group.layers}
         with watching(session.dense, session.units) as calls:
             session.data.fitted[0].run(session.dense)
-        self.read: dict[str, Tensor] = {name: own[-1].inputs[0] for name, own in calls.items()}
+        nothing = {name: matrix_of(unit.module)[:0] for name, unit in session.units.items()}  # of experts in a list
+        self.read: dict[str, Tensor] = {
+            name: own[-1].inputs[0] if own else nothing[name] for name, own in calls.items()
+        }
 
     @cached_property
     def rest(self) -> float:

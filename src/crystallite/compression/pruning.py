@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from crystallite.core.errors import CrystalliteError
 from crystallite.data.batch import Batch
 from crystallite.graph.attention import Attention
+from crystallite.graph.experts import expert_groups
 from crystallite.graph.neuron_groups import (
     NeuronGroup,
     neuron_groups,
@@ -20,11 +21,12 @@ from crystallite.graph.neuron_groups import (
     trace_batch,
     value_group,
 )
-from crystallite.graph.trace import Spaces
+from crystallite.graph.trace import Spaces, Untraceable
 from crystallite.graph.trials import acts_alone, can_remove, can_rotate, compares_alone, is_normed
+from crystallite.models.record import OUTSIDE_EXPERTS
 from crystallite.statistics.regression import Regression
 
-__all__ = ["Prunable", "eliminate", "find_prunable"]
+__all__ = ["Prunable", "eliminate", "find_prunable", "find_prunable_with_experts"]
 
 _PORTION = 1 / 48  # of the neurons that go at once; after each portion all others are fitted again
 
@@ -61,6 +63,22 @@ def find_prunable(model: nn.Module, names: Collection[str], batch: Batch) -> Pru
         hidden = [group if can_remove(model, [group], batch) else replace(group, embedded=True) for group in hidden]
     inside, reasons = _inside_heads(model, spaces, names, batch)
     return Prunable(_embedded_together([*hidden, *inside]), reasons)
+
+
+def find_prunable_with_experts(
+    model: nn.Module, names: Collection[str], routed: Collection[str], batch: Batch
+) -> tuple[Prunable, str]:
+    """The same and the neurons of experts, which no graph of the whole model is needed for; and why it was not had.
+
+    routed: layers of experts in lists.
+    """
+    experts = expert_groups(model, names, routed, batch)
+    others = {*names} - {name for group in experts for name in group.layers}
+    try:
+        found = find_prunable(model, others, batch.first(2))
+        return replace(found, groups=(*experts, *found.groups)), ""
+    except Untraceable as error:
+        return Prunable(tuple(experts)), f"{OUTSIDE_EXPERTS * bool(experts)}{error}"
 
 
 def _in_float32(model: nn.Module, batch: Batch) -> tuple[nn.Module, Batch]:

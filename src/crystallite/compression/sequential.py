@@ -73,7 +73,8 @@ class _Segment:
             until, names = None, layer_group  # all calls
         for number, (found, _) in enumerate(session.seen(self.model, self.number, self.carry, names, until)):
             wanted = {name: _target(*self.targets[number][name], found.get(name)) for name in layer_group}
-            moments.add(number, found, wanted)
+            # of experts in a list, other positions may arrive than in the dense model: they are fitted to themselves
+            moments.add(number, found, None if session.plan.routed.issuperset(layer_group) else wanted)
         for name, regression in moments.regressions().items():
             chosen = self.choose(name, regression, moments.fitted.samples)
             operators[name] = replace(chosen, repairs=name in adds)

@@ -27,10 +27,9 @@ class WholeCost:
     fitted: float  # in layers that can be fitted
     largest: tuple[tuple[str, float, str], ...]  # what is left alone: name, cost, reason; most expensive first
     each: Mapping[str, float]  # convolution of single channels → cost of a channel
-    counts: Mapping[str, int]
 
     @classmethod
-    def of(cls, model: nn.Module, units: Mapping[str, Unit], counts: Mapping[str, int], objective: str) -> WholeCost:
+    def of(cls, model: nn.Module, units: Mapping[str, Unit], counts: Mapping[str, float], objective: str) -> WholeCost:
         """counts: how often each layer is used."""
         in_parameters = objective == "parameters"
 
@@ -40,13 +39,10 @@ class WholeCost:
         costs = {name: cost(name, unit) for name, unit in units.items()}
         total = sum(p.numel() for p in model.parameters()) if in_parameters else sum(costs.values())
         left = sorted(((n, costs[n], u.reason) for n, u in units.items() if u.reason), key=lambda one: -one[1])
-        each = {
-            name: costs[name] / unit.module.out_channels  # type: ignore[operator]
-            for name, unit in units.items()
-            if unit.kind == "convolution" and getattr(unit.module, "groups", 1) > 1
-        }
+        grouped = [n for n, u in units.items() if u.kind == "convolution" and getattr(u.module, "groups", 1) > 1]
+        each = {name: costs[name] / len(units[name].module.get_parameter("weight")) for name in grouped}
         fitted = sum(costs[name] for name, unit in units.items() if not unit.reason)
-        return cls(objective, total, fitted, tuple(left), each, counts)
+        return cls(objective, total, fitted, tuple(left), each)
 
     def rest(self, layers: Mapping[str, LayerCurve], neurons: Sequence[NeuronCurve]) -> float:
         """What all costs but the layers that are allotted sizes, and what their neurons pass."""

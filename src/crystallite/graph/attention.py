@@ -10,6 +10,7 @@ import math
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -231,7 +232,7 @@ class _Paths:
             (user,) = readers
             if user in self.layers:
                 return self.layers[user], value
-            moved = _move(user, lambda part, before=node, held=value: _given(part, before, held, self.constants))
+            moved = _move(user, partial(_given, before=node, value=value, constants=self.constants))
             if moved is None:
                 raise _Unclear(f"what it hands on passes through {operator_name(user)}")
             node, value = user, moved

@@ -83,8 +83,8 @@ class NeuronGroup:
         carried[f"{reader}.weight", 1] = torch.arange(inputs) // each
         size, read = inputs // each, {reader: carried[f"{reader}.weight", 1]}
         rows = {writer: carried[f"{writer}.weight", 0] for writer in writers}
-        heads = size if head_size else 0
-        return cls(size, tuple(writers), (reader,), heads, each, carried=carried, rows=rows, columns=read)
+        whole = size if head_size else 0
+        return cls(size, tuple(writers), (reader,), whole, each, carried=carried, rows=rows, columns=read)
 
     @property
     def layers(self) -> tuple[str, ...]:

@@ -21,6 +21,7 @@ from crystallite.graph import axes as union
 from crystallite.graph.attention import Attention, find_attentions
 from crystallite.graph.operator_rules import Reader, stored_weight
 from crystallite.graph.sequential_calls import Watch
+from crystallite.operators.experts import Experts
 
 __all__ = ["Axis", "Layer", "Mode", "Space", "Spaces", "Untraceable", "export_quietly", "trace"]
 
@@ -224,6 +225,9 @@ def _export(
     # a copy of everything but the tensors: the model keeps its mode, its hooks and its attributes
     twin = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors}).train(mode == "training")
     watch.watch_(twin)
+    for module in twin.modules():
+        if isinstance(module, Experts):  # who reads what inside is known: see `graph/experts.py`
+            module.opaque = True
     for config in _configs(twin):
         config.use_cache = False  # a cache is no result of the function
     reasons: list[str] = []

@@ -12,10 +12,12 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from crystallite.models.experts import collapse_experts, expand_experts
 from crystallite.models.layers import find_units
 from crystallite.models.record import find_record, set_record_
 from crystallite.models.swap import put_everywhere_
 from crystallite.operators.attention import ExpandedAttention
+from crystallite.operators.experts import holds_stacks
 
 __all__ = ["collapse_", "expand_", "expanded"]
 
@@ -81,4 +83,11 @@ def _collapse_attention(model: nn.Module) -> nn.Module:
     return model
 
 
-_COMPOSITES = (_Composite(_holds_attention, _expand_attention, _collapse_attention),)
+def _holds_experts(model: nn.Module) -> bool:
+    return any(map(holds_stacks, model.modules()))
+
+
+_COMPOSITES = (
+    _Composite(_holds_attention, _expand_attention, _collapse_attention),
+    _Composite(_holds_experts, expand_experts, collapse_experts),
+)

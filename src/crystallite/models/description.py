@@ -26,6 +26,7 @@ from crystallite.models.swap import put_
 from crystallite.operators.attention import ExpandedAttention
 from crystallite.operators.chain import BlockChain
 from crystallite.operators.conv import BlockConv
+from crystallite.operators.experts import Expert, Experts
 from crystallite.operators.feed_forward import BlockFeedForward
 from crystallite.operators.linear import BlockLinear
 from crystallite.operators.low_rank import LowRankConv, LowRankLinear
@@ -40,7 +41,8 @@ __all__ = [
 OPERATORS: dict[str, Any] = {
     cls.__name__: cls
     for cls in (
-        BlockChain, BlockConv, BlockFeedForward, BlockLinear, BlockRecurrent, ExpandedAttention, LowRankConv,
+        BlockChain, BlockConv, BlockFeedForward, BlockLinear, BlockRecurrent, Expert, Experts, ExpandedAttention,
+        LowRankConv,
         LowRankLinear, LowRankRecurrent,
     )
 }  # fmt: skip

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from crystallite.core.suggest import matching
 from crystallite.models.record import LayerChange, OperatorRecord
 from crystallite.operators.attention import ExpandedAttention
+from crystallite.operators.experts import holds_stacks
 
 __all__ = [
     "Unit",
@@ -104,6 +105,7 @@ def find_units(model: nn.Module, targets: Sequence[str], ignore: Sequence[str]) 
     for name, module in model.named_modules():
         unit = Unit(name, module, _kind(module), shared=module in several)
         is_layer = isinstance(module, tuple(_KINDS)) or not any(True for _ in module.children())
+        is_layer |= holds_stacks(module)  # experts, which may have an activation below them
         if not unit.weights or not is_layer or id(module) in inside:
             continue
         tied = any(owners[id(p)] > 1 for p in module.parameters())

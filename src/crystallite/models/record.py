@@ -7,7 +7,7 @@ sets a new one (`dataclasses.replace`). Sentences about it are made when they ar
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -19,7 +19,9 @@ from crystallite.core.errors import CheckpointError, CrystalliteError, InvalidOp
 from crystallite.models.typed_json import from_plain, to_plain
 
 __all__ = [
+    "OUTSIDE_EXPERTS",
     "RISKS",
+    "TOO_FEW",
     "CompressedOptions",
     "Epoch",
     "ExactOptions",
@@ -36,6 +38,8 @@ __all__ = [
     "set_record_",
 ]  # fmt: skip
 
+OUTSIDE_EXPERTS = "outside experts: "  # begins a reason that holds for all neurons but those of experts
+TOO_FEW = "too few positions"  # begins the reason why an expert was not fitted
 RISKS = {"deviation": "mean relative deviation", "disagreement": "share of other decisions (argmax)"}
 _FEED_FORWARD = {
     "feed-forward pair": "feed-forward pair",
@@ -120,6 +124,11 @@ class LayerChange:
     def error(self) -> float | None:
         """The largest error of its operators on samples they were not fitted to; None if none was measured."""
         return max((o.error for o in self.operators if o.error is not None), default=None)
+
+    def used(self, calls: float) -> LayerChange:
+        """The same for a layer whose weight is used so often: of an expert, at a share of the positions."""
+        macs = {name: round(getattr(self, name) * calls) for name in ("macs_before", "macs_after")}
+        return replace(self, **macs)
 
     def to_row(self) -> dict[str, Any]:
         """A row of a table: plain values."""
@@ -210,7 +219,7 @@ class CompressedOptions:
     sensitive: dict[str, float] = field(
         default_factory=dict
     )  # layers kept dense → the error of half of them; worst first
-    neurons_kept: str = ""  # why no hidden neurons were taken out, if so
+    neurons_kept: str = ""  # why no hidden neurons were taken out, if so; see OUTSIDE_EXPERTS
     heads_kept: dict[str, str] = field(default_factory=dict)  # parts of attention that stay whole → why
     polish: Polish | None = None
     guarantee: Guarantee | None = None

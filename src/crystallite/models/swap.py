@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from crystallite.models.layers import set_trained_, trained
+from crystallite.operators.experts import Experts
 
 __all__ = ["put_", "put_everywhere_", "replace_"]
 
@@ -59,6 +60,8 @@ def _set_(model: nn.Module, slots: Iterable[tuple[nn.Module, str]], module: nn.M
     allowed again.
     """
     for outer, slot in slots:
+        if isinstance(module, Experts):
+            module.stand_for_(getattr(outer, slot))
         setattr(outer, slot, module)
     around = [m for m in _modules(model) if isinstance(m, _FUSED) and any(part is module for part in _modules(m))]
     for outer in around:

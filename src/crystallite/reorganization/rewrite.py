@@ -19,7 +19,8 @@ from crystallite.graph.feed_forward import recognise_feed_forward
 from crystallite.graph.sequential_calls import whole_by_definition
 from crystallite.graph.trace import Spaces, Untraceable, trace
 from crystallite.models.composites import collapse_, expand_
-from crystallite.models.layers import Unit, change, find_units, has_hooks, left_alone, trained
+from crystallite.models.experts import units_and_experts
+from crystallite.models.layers import Unit, change, has_hooks, left_alone, trained
 from crystallite.models.preparing import prepared
 from crystallite.models.record import ExactOptions, Fold, LayerChange, OperatorKind, OperatorRecord, Record, set_record_
 from crystallite.models.swap import put_, replace_
@@ -115,7 +116,7 @@ def reorganize(
     model, notes = prepared(model, dense=True)
     targets, ignore = ([p] if isinstance(p, str) else list(p) for p in (targets, ignore))
     result = expand_(copy.deepcopy(model))
-    units = {unit.name: unit for unit in find_units(result, targets, ignore)}
+    units = {unit.name: unit for unit in units_and_experts(result, targets, ignore)}
     if not units:
         raise InvalidOption(f"no layer with weights matches targets {targets} and ignore {ignore}")
     usable = {name: unit for name, unit in units.items() if not unit.reason}

@@ -16,7 +16,7 @@ from crystallite.core.errors import InvalidOption
 from crystallite.data.batch import Batch, evaluating
 from crystallite.data.outputs import equal_up_to_rounding, tensors
 from crystallite.operators.low_rank_recurrent import LowRankRecurrent
-from crystallite.statistics.layer_io import read_rows, written_rows
+from crystallite.statistics.layer_io import matrix_of, read_rows, written_rows
 from crystallite.statistics.watching import Enough, LayerCall, watching
 
 __all__ = ["Carry", "ForwardPlan", "Seen", "observe", "outputs_of"]
@@ -49,9 +49,12 @@ class ForwardPlan:
     reused: frozenset[str]  # layers that run more than once in a call
     unused: frozenset[str]  # layers that do not run
     carry_all: bool = False  # later code reads what earlier boundaries returned, not the last one alone
+    routed: frozenset[str] = frozenset()  # layers that run only where something is sent to them: experts
 
     @classmethod
-    def of(cls, model: nn.Module, names: Sequence[str], batch: Batch) -> ForwardPlan:
+    def of(
+        cls, model: nn.Module, names: Sequence[str], batch: Batch, routed: frozenset[str] = frozenset()
+    ) -> ForwardPlan:
         """How the model passes through the named layers on this batch, in evaluation mode.
 
         Runs from each boundary are compared with a whole run: what the layers read and what the model returns must be
@@ -67,7 +70,8 @@ class ForwardPlan:
         with evaluating(model):
             trace = _Trace.of(model, names, batch)
             boundaries = trace.boundaries(model)
-            plan = cls(() if trace.meets_again(boundaries) else boundaries, (), trace.reused, trace.unused)
+            boundaries = () if trace.meets_again(boundaries) else boundaries
+            plan = cls(boundaries, (), trace.reused, trace.unused, routed=routed)
             for found in (plan, replace(plan, carry_all=True)):
                 if _runs_like_the_whole(found, model, names, batch):
                     break
@@ -219,7 +223,8 @@ class _Additions(TorchFunctionMode):
 
     def write(self, call: tuple[str, int], output: Tensor) -> None:
         """A layer has written this."""
-        self.written[output.data_ptr()] = (call, output, next(self.turn))
+        if output.numel():  # nothing has no address of its own
+            self.written[output.data_ptr()] = (call, output, next(self.turn))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", "") in _ADDITIONS and len(args) == 2 and all(isinstance(a, Tensor) for a in args):
@@ -306,6 +311,10 @@ def observe(
         stack.enter_context(additions)
         stack.enter_context(suppress(Enough))
         batch.run(model)
+    missing = [name for name in (*names, *([until] if until else ())) if name not in found]
+    for name in plan.routed.intersection(missing):
+        weight = matrix_of(model.get_submodule(name))
+        found[name] = [[weight.new_zeros(0, weight.shape[1]), weight.new_zeros(0, len(weight)), None]]
     missing = [name for name in names if name not in found]
     if missing:
         raise InvalidOption(f"{missing[0]}: runs on some batches of the calibration only; name it in ignore=")
