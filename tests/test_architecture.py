@@ -45,7 +45,7 @@ ADAPTED_IN = {
     "onnxruntime": {
         "baselines/onnx_runtime.py", "export/int8.py", "export/onnx.py", "compression/int8_latency.py",
     },
-    "onnxscript": {"export/onnx.py"},
+    "onnxscript": {"export/experts.py", "export/onnx.py"},
     "google": {"serving/grpc_messages.py", "serving/grpc_service.py"},
     "grpc": {"serving/grpc_service.py"},
     "gguf": {"weights/gguf_file.py"},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from crystallite.core.errors import InvalidOption
 from crystallite.data.batch import Batch
+from crystallite.data.positions import real_positions
 from crystallite.export.tracing import named_inputs, named_outputs
 
 __all__ = ["Differs", "InRuntime"]
@@ -35,11 +37,14 @@ class InRuntime:
         self.inputs = {each.name: tuple(each.shape) for each in self.session.get_inputs()}
         self.outputs = tuple(each.name for each in self.session.get_outputs())
 
-    def compare(self, batches: Iterable[Batch]) -> tuple[float, float | None]:
-        """The largest relative deviation of an output, and the share of equal decisions (argmax) of the first."""
+    def compare(self, batches: Iterable[Batch], model: nn.Module | None = None) -> tuple[float, float | None]:
+        """The largest relative deviation of an output, and the share of equal decisions (argmax) of the first.
+
+        model: what to run instead of the model itself.
+        """
         apart, size, equal, decisions = dict[str, float](), dict[str, float](), 0, 0
         for batch in batches:
-            expected = named_outputs(batch.run(self.model))
+            expected = named_outputs(batch.run(model or self.model))
             found = self._run(batch)
             if len(found) != len(expected):
                 raise Differs(f"{type(self.model).__name__}: expected {len(expected)} outputs, ONNX has {len(found)}")
@@ -62,6 +67,13 @@ class InRuntime:
         missing = [name for name in self.inputs if name not in given]
         if missing:
             raise InvalidOption(f"data: the batch at sample {batch.offset} lacks {', '.join(missing)}")
+        for name, shape in self.inputs.items():
+            for axis, (size, other) in enumerate(zip(shape, given[name].shape, strict=True)):
+                if isinstance(size, int) and size != other:
+                    raise Differs(
+                        f"the graph of {type(self.model).__name__} takes {name} with {size} in axis {axis} only, for "
+                        f"so the model's code has it, and the data has {other}; pass batches of one size"
+                    )
         try:
             found = self.session.run(None, {name: given[name].numpy() for name in self.inputs})
         except Exception as error:
@@ -82,10 +94,11 @@ def _real(batch: Batch, output: str, value: Tensor) -> Tensor:
     """
     decodes = "decoder_input_ids" in batch.named and not output.startswith("encoder_")
     mask = batch.named.get("decoder_attention_mask" if decodes else "attention_mask")
-    if not isinstance(mask, Tensor) or mask.ndim != 2:
+    if not isinstance(mask, Tensor) or mask.ndim != 2 or value.ndim < 2:
         return value
-    if output.startswith("present."):  # keys and values of all positions so far
+    if output.startswith("present."):  # (batch, heads, positions so far, size of a head)
         value = value.transpose(1, 2)
-    elif "past_key_values.0.key" in batch.named:
+    elif "past_key_values.0.key" in batch.named:  # the mask counts past tokens too
         mask = mask[:, -batch.named["input_ids"].shape[1] :]
-    return value[mask.bool()] if value.shape[:2] == mask.shape else value
+    masked = replace(batch, named={"attention_mask": mask})
+    return value.flatten(0, 1)[real_positions(masked, value.shape[:2])]

@@ -20,7 +20,7 @@ from crystallite.data.outputs import ROUNDING
 from crystallite.export.comparison import Differs, InRuntime
 from crystallite.export.int8 import quantised, with_plain_layers
 from crystallite.export.past import take_past_
-from crystallite.export.tracing import as_function, changed, named_inputs, named_outputs, write
+from crystallite.export.tracing import Axis, as_function, changed, is_text, named_inputs, named_outputs, twin_of, write
 
 __all__ = ["Exported", "export"]
 
@@ -64,8 +64,8 @@ def export(
     """Write a model as ONNX, all of it or nothing, and say how near ONNX Runtime comes to it on some data.
 
     Inputs have the names of the model's arguments, outputs those of the fields it returns. Batch size and length of
-    sequences stay free, which is tried out; an axis that turns out not to be free is fixed, and a note says so. Rows of
-    padding are not compared. Models in bfloat16 or float16 become float32, and a note says so. Fitted layers are
+    sequences stay free, which is tried out; an axis that turns out not to be free is fixed, and a note says so. Height
+    and width of pictures stay free if the batches differ in them. Rows of padding are not compared. Models in bfloat16 or float16 become float32, and a note says so. Fitted layers are
     smaller dense products, so ONNX Runtime runs and quantises them like any other.
 
     Args:
@@ -107,7 +107,7 @@ def export(
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as made:
         file = Path(made) / "model.onnx"
-        graph, fixed = _write_with_free_axes(library, function, int8, file, traced)
+        graph = _write_with_free_axes(library, function, int8, file, traced, _equal_axes(function, traced, checked))
         if int8:
             file = quantised(file)
             graph = InRuntime(library, file, function)
@@ -118,15 +118,15 @@ def export(
                 f"{target}: not written: in ONNX Runtime its outputs deviate by {found[0]:.3g}, at most {limit:g} "
                 f"is allowed{'; raise max_deviation=, or export without int8=True' if int8 else ''}"
             )
-        size = file.stat().st_size
+        length = file.stat().st_size
         file.replace(target)
     notes = [
         *([f"computes in float32: the weights were {half}, for which ONNX Runtime lacks operators"] if half else []),
-        *(f"{name} takes a size of {traced_size} only in axis {axis}" for (name, axis), traced_size in fixed.items()),
+        *_fixed_axes(graph),
         *([_DECODERS] if int8 and _generates(model) else []),
     ]
     samples = sum(batch.size for batch in given)
-    return Exported(str(target), size, int8, samples, *found, graph.inputs, graph.outputs, tuple(notes))
+    return Exported(str(target), length, int8, samples, *found, graph.inputs, graph.outputs, tuple(notes))
 
 
 _DECODERS = (
@@ -144,28 +144,56 @@ def _libraries() -> Any:
     return onnxruntime
 
 
-def _write_with_free_axes(
-    library: Any, function: nn.Module, int8: bool, file: Path, traced: Batch
-) -> tuple[InRuntime, dict[tuple[str, int], int]]:
-    """The written graph, and the axes that had to be fixed.
+def _equal_axes(model: nn.Module, traced: Batch, checked: list[Batch]) -> set[Axis]:
+    """Axes that are fixed from the start: heads of past keys, and of pictures those that are equal in all batches.
 
-    An axis that torch.export left free is tried with another size: a size that entered the graph as a constant shows.
+    Following a transformer of pictures through pictures of any size can take torch.export many minutes.
     """
-    outputs, inputs = list(named_outputs(traced.run(function))), named_inputs(function, traced)
-    fixed: dict[tuple[str, int], int] = {}
+    inputs = [named_inputs(model, batch) for batch in (traced, *checked)]
+    found = {(name, axis) for name in inputs[0] if name.startswith("past_key_values.") for axis in (1, 3)}
+    for name, value in inputs[0].items():
+        if value.ndim > 3 and value.is_floating_point() and not name.startswith("past_key_values."):
+            sizes = [tuple(other[name].shape) for other in inputs if name in other]
+            found |= {(name, axis) for axis in range(1, value.ndim) if len({size[axis] for size in sizes}) == 1}
+    return found
+
+
+def _write_with_free_axes(
+    library: Any, function: nn.Module, int8: bool, file: Path, traced: Batch, fixed: set[Axis]
+) -> InRuntime:
+    """The written graph.
+
+    An axis that torch.export left free is tried with another size: a size that entered the graph as a constant shows,
+    and the axis is fixed.
+    """
+    outputs = list(named_outputs(traced.run(function)))
     while True:
         write(with_plain_layers(function) if int8 else function, file, traced, outputs, fixed)
         graph = InRuntime(library, file, function)
         wrong = next((axes for axes, batch in _other_sizes(graph, traced) if not _agrees(graph, batch)), None)
         if wrong is None:
-            return graph, fixed
-        fixed |= {(name, axis): inputs[name].shape[axis] for name, axis in wrong}
+            return graph
+        fixed = fixed | set(wrong)
 
 
-def _other_sizes(graph: InRuntime, batch: Batch) -> Iterator[tuple[list[tuple[str, int]], Batch]]:
+def _fixed_axes(graph: InRuntime) -> Iterator[str]:
+    """What to say of axes that the graph has fixed where a user might expect a free one.
+
+    Code that loops over the tokens of a text, for instance, becomes a graph for as many tokens.
+    """
+    for name, shape in graph.inputs.items():
+        if not name.startswith("past_key_values."):
+            sizes = ", ".join(map(str, shape))
+            if any(isinstance(size, int) for size in (shape if is_text(name, shape) else shape[:1])):
+                yield f"{name} is taken in this shape only: {sizes}"
+            elif len(shape) > 3 and all(isinstance(size, int) for size in shape[1:]):
+                yield f"{name} is taken in this shape only: {sizes}; give batches of several sizes for others"
+
+
+def _other_sizes(graph: InRuntime, batch: Batch) -> Iterator[tuple[list[Axis], Batch]]:
     """Axes that share a free size, and the batch with half of it; where the model itself can be called so."""
     inputs = named_inputs(graph.model, batch)
-    places: dict[str, list[tuple[str, int]]] = {}
+    places: dict[str, list[Axis]] = {}
     for name, shape in graph.inputs.items():
         for axis, size in enumerate(shape):
             if isinstance(size, str):
@@ -176,7 +204,7 @@ def _other_sizes(graph: InRuntime, batch: Batch) -> Iterator[tuple[list[tuple[st
         for name, axis in axes:
             cut[name] = cut[name].narrow(axis, 0, max(cut[name].shape[axis] // 2, 1))
         other = changed(batch, lambda _, left=iter(cut.values()): next(left))
-        if _runs(graph.model, other):
+        if _runs(twin_of(graph.model), other):
             yield axes, other
 
 
@@ -189,8 +217,8 @@ def _runs(model: nn.Module, batch: Batch) -> bool:
 
 
 def _agrees(graph: InRuntime, batch: Batch) -> bool:
-    try:
-        return graph.compare([batch])[0] <= _rounding(graph.model)
+    try:  # on a copy: there are models, as Swin, that change to suit the size of what they are given, for good
+        return graph.compare([batch], twin_of(graph.model))[0] <= _rounding(graph.model)
     except Differs:
         return False
 

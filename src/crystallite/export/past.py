@@ -33,7 +33,7 @@ def take_past_(model: nn.Module, batches: list[Batch]) -> list[Batch]:
     """
     run, name = model.forward, type(model).__name__
     texts = [_texts(model, batch) for batch in batches]
-    kind, layers = _cache(name, run(**texts[0], use_cache=True))
+    kind, layers = _cache(name, Batch(0, batches[0].size, named={**texts[0], "use_cache": True}).run(model))
 
     def forward(**named: Tensor) -> dict[str, Tensor]:
         cache = kind()  # without the configuration, layers that see a window keep all: the mask cuts the window out

@@ -22,9 +22,10 @@ from torch.utils import _pytree as trees
 from crystallite.core.errors import InvalidOption
 from crystallite.data.batch import Batch
 from crystallite.data.outputs import tensors
+from crystallite.export.experts import translations
 from crystallite.models.caches import turn_caches_off_
 
-__all__ = ["as_function", "changed", "named_inputs", "named_outputs", "quiet", "write"]
+__all__ = ["Axis", "as_function", "changed", "is_text", "named_inputs", "named_outputs", "quiet", "twin_of", "write"]
 
 Axis = tuple[str, int]  # an input's name and one of its axes
 _HALF = (torch.bfloat16, torch.float16)
@@ -36,11 +37,19 @@ def as_function(model: nn.Module) -> tuple[nn.Module, torch.dtype | None]:
     It shares the tensors of the model, unless they are bfloat16 or float16: ONNX Runtime lacks most operators for
     these on CPUs.
     """
-    stored = [*model.parameters(), *model.buffers()]
-    half = next((tensor.dtype for tensor in stored if tensor.dtype in _HALF), None)
-    twin = copy.deepcopy(model, {} if half else {id(tensor): tensor for tensor in stored})
+    half = next((tensor.dtype for tensor in _stored(model) if tensor.dtype in _HALF), None)
+    twin = copy.deepcopy(model).float() if half else twin_of(model)
     turn_caches_off_(twin)
-    return (twin.float() if half else twin).eval(), half
+    return twin.eval(), half
+
+
+def twin_of(model: nn.Module) -> nn.Module:
+    """A copy of everything but the tensors."""
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in _stored(model)})
+
+
+def _stored(model: nn.Module) -> list[Tensor]:
+    return [*model.parameters(), *model.buffers()]
 
 
 def named_inputs(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
@@ -90,16 +99,16 @@ def write(model: nn.Module, file: Path, batch: Batch, outputs: Collection[str], 
     """
     inputs = {name: value.clone() for name, value in named_inputs(model, batch).items()}  # no views of others
     free = tuple(
-        {axis: None if (name, axis) in fixed else torch.export.Dim.AUTO for axis in _changeable(name, value)}
+        {axis: torch.export.Dim.AUTO for axis in range(value.ndim) if (name, axis) not in fixed}
         for name, value in inputs.items()
     )
     # one kernel of attention throughout: the others lay out their result in another way than the one it is taken for
     with quiet(), torch.no_grad(), sdpa_kernel(SDPBackend.MATH), _takes_tensors(model, batch):
         try:
-            captured = torch.export.export(model, tuple(inputs.values()), dynamic_shapes=free, strict=False)
             program = torch.onnx.export(
-                captured, dynamo=True, verbose=False, input_names=list(inputs),
+                *_captured(model, tuple(inputs.values()), free), dynamo=True, verbose=False, input_names=list(inputs),
                 output_names=[f"{name}_out" if name in inputs else name for name in outputs],
+                custom_translation_table=translations(), dynamic_shapes=free,
             )  # fmt: skip
             assert program is not None
             _keep_norms_apart_(program.model.graph)
@@ -109,9 +118,15 @@ def write(model: nn.Module, file: Path, batch: Batch, outputs: Collection[str], 
             raise InvalidOption(f"{type(model).__name__} cannot be written as ONNX: {_deepest(error)}") from error
 
 
-def _changeable(name: str, value: Tensor) -> Sequence[int]:
-    """Axes that may be free; heads and their size never are."""
-    return (0, 2) if name.startswith("past_key_values.") else range(value.ndim)
+def _captured(model: nn.Module, values: tuple[Tensor, ...], free: tuple[dict[int, Any], ...]) -> tuple[Any, ...]:
+    """What torch.onnx is to write.
+
+    It would capture the model itself, but as if every size were free, even of channels. Recurrent layers are left to
+    it, as it has them take sequences of any length only so.
+    """
+    if any(isinstance(module, nn.RNNBase) for module in model.modules()):
+        return model, values
+    return (torch.export.export(model, values, dynamic_shapes=free, strict=False),)
 
 
 @contextmanager
@@ -166,9 +181,9 @@ def _name_axes_(graph: Any) -> None:
         for axis, size in enumerate(value.shape):
             symbol = getattr(size, "value", None)
             if isinstance(symbol, str) and symbol.isidentifier() and symbol not in names:
-                name = _axis_name(value.name, axis, len(value.shape), steps)
+                name = _axis_name(value.name, axis, value.shape, steps)
                 # texts are as many and as long as their masks and pasts, even where the graph does not ask for it
-                taken = name in names.values() and not value.name.startswith("past_") and not _is_text(value)
+                taken = name in names.values() and not value.name.startswith("past_") and not is_text(value.name, value.shape)
                 names[symbol] = f"{value.name}_{name}" if taken else name
     for value in (*graph.inputs, *(value for node in graph for value in node.outputs)):
         for axis, size in enumerate(value.shape or ()):
@@ -178,22 +193,23 @@ def _name_axes_(graph: Any) -> None:
                 value.shape[axis] = int(known) if known.isdigit() else known
 
 
-def _is_text(value: Any) -> bool:
-    return value.name.endswith(("_ids", "_mask")) and len(value.shape) == 2
+def is_text(name: str, shape: Sequence[Any]) -> bool:
+    """Whether an input has tokens of texts, or their mask: (texts, tokens)."""
+    return name.endswith(("_ids", "_mask")) and len(shape) == 2
 
 
-def _axis_name(value: str, axis: int, axes: int, steps: bool) -> str:
+def _axis_name(value: str, axis: int, shape: Sequence[Any], steps: bool) -> str:
     """
-    >>> _axis_name("input_ids", 1, 2, False), _axis_name("attention_mask", 1, 2, True)
+    >>> _axis_name("input_ids", 1, (2, 9), False), _axis_name("attention_mask", 1, (2, 9), True)
     ('sequence_length', 'total_sequence_length')
-    >>> _axis_name("past_key_values.0.key", 2, 4, True), _axis_name("pixel_values", 3, 4, False)
+    >>> _axis_name("past_key_values.0.key", 2, (2, 4, 9, 8), True), _axis_name("pixel_values", 3, (2, 3, 8, 8), False)
     ('past_sequence_length', 'pixel_values_axis_3')
     """
     if axis == 0:
         return "batch_size"
     if value.startswith("past_key_values."):
         return "past_sequence_length"
-    if axis == 1 and axes == 2 and value.endswith(("_ids", "_mask")):
+    if is_text(value, shape):
         part = "decoder_" if value.startswith("decoder_") else "total_" if steps and value.endswith("_mask") else ""
         return f"{part}sequence_length"
     return f"{value}_axis_{axis}"
