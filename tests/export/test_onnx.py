@@ -139,8 +139,13 @@ class Loud(nn.Module):
 
 
 def test_padding_is_not_compared(tmp_path):
-    batch = {"x": torch.randn(3, 5, 32), "attention_mask": torch.tensor([[1, 1, 1, 0, 0], [1] * 5, [1] * 5])}
-    assert export(Loud(masked=True), tmp_path / "a.onnx", [batch]).deviation < 1e-5
+    batch = {
+        "x": torch.randn(3, 5, 32),
+        "attention_mask": torch.ones(3, 5, dtype=torch.long),
+    }  # some is masked on trial
+    done = export(Loud(masked=True), tmp_path / "a.onnx", [batch])
+    assert done.deviation < 1e-5
+    assert done.samples == 3
     with pytest.raises(cx.InvalidOption, match="its outputs deviate by"):
         export(Loud(masked=False), tmp_path / "b.onnx", [batch])
 
@@ -200,6 +205,13 @@ def test_a_batch_without_an_input_is_refused_by_name(tmp_path):
 
     with pytest.raises(cx.InvalidOption, match="the batch at sample 2 lacks y"):
         export(Adds(), tmp_path / "a.onnx", [{"x": torch.ones(2, 3), "y": torch.ones(2, 3)}, {"x": torch.ones(2, 3)}])
+
+
+def test_weights_that_no_file_holds_are_refused(tmp_path):
+    model = nn.Linear(2, 2)
+    model.register_buffer("much", torch.zeros(1).expand(2**30))  # needs no memory
+    with pytest.raises(cx.InvalidOption, match=r"Linear has 4.3 GB of weights, and a file of ONNX holds 2 GB"):
+        export(model, tmp_path / "a.onnx", torch.ones(2, 2))
 
 
 @pytest.mark.parametrize("sides", [(8, 8), (8, 12)])

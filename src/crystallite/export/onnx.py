@@ -25,6 +25,7 @@ from crystallite.export.tracing import Axis, as_function, changed, is_text, name
 __all__ = ["Exported", "export"]
 
 _CHECKED = 8  # batches, at most, that both run
+_LARGEST = 2**31 - 2**24  # bytes of weights: a file of protobuf has at most 2 GB, the graph included
 
 
 @dataclass(frozen=True)
@@ -64,9 +65,10 @@ def export(
     """Write a model as ONNX, all of it or nothing, and say how near ONNX Runtime comes to it on some data.
 
     Inputs have the names of the model's arguments, outputs those of the fields it returns. Batch size and length of
-    sequences stay free, which is tried out; an axis that turns out not to be free is fixed, and a note says so. Height
-    and width of pictures stay free if the batches differ in them. Rows of padding are not compared. Models in bfloat16 or float16 become float32, and a note says so. Fitted layers are
-    smaller dense products, so ONNX Runtime runs and quantises them like any other.
+    sequences stay free, which is tried out; height and width of pictures do if the batches differ in them. An axis that
+    turns out not to be free is fixed, and a note says so. Rows of padding are not compared. Models in bfloat16 or
+    float16 become float32, and a note says so. Fitted layers are smaller dense products, so ONNX Runtime runs and
+    quantises them like any other.
 
     Args:
         model: the model; it is left as it was.
@@ -98,7 +100,13 @@ def export(
         raise InvalidOption(f"expected a model on the CPU, got one on {weight.device}; call .cpu() first")
     given = [batch.without_target() for batch in islice(batches(data), _CHECKED)]
     function, half = as_function(model)
-    checked = [_in_single_precision(batch) for batch in given] if half else given
+    size = sum(tensor.numel() * tensor.element_size() for tensor in (*function.parameters(), *function.buffers()))
+    if size > _LARGEST:
+        raise InvalidOption(
+            f"{type(model).__name__} has {size / 1e9:.1f} GB of weights{' in float32' if half else ''}, and a file of "
+            "ONNX holds 2 GB; compress it first, or export parts of it"
+        )
+    checked = [_in_single_precision(batch) if half else batch for batch in given]
     checked += _padded(function, checked)
     if past:
         traced, *checked = take_past_(function, checked)
@@ -200,12 +208,18 @@ def _other_sizes(graph: InRuntime, batch: Batch) -> Iterator[tuple[list[Axis], B
                 places.setdefault(size, []).append((name, axis))
     steps = "past_sequence_length" in places  # whose lengths depend on each other: other steps are among the data
     for axes in [places["batch_size"]] if steps else places.values():
-        cut = dict(inputs)
-        for name, axis in axes:
-            cut[name] = cut[name].narrow(axis, 0, max(cut[name].shape[axis] // 2, 1))
-        other = changed(batch, lambda _, left=iter(cut.values()): next(left))
+        other = _cut(batch, inputs, axes)
         if _runs(twin_of(graph.model), other):
             yield axes, other
+
+
+def _cut(batch: Batch, inputs: dict[str, Tensor], axes: list[Axis]) -> Batch:
+    """The batch with the first half along some axes of its inputs."""
+    cut = dict(inputs)
+    for name, axis in axes:
+        cut[name] = cut[name].narrow(axis, 0, max(cut[name].shape[axis] // 2, 1))
+    values = iter(cut.values())
+    return changed(batch, lambda _: next(values))
 
 
 def _runs(model: nn.Module, batch: Batch) -> bool:

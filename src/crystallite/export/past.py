@@ -44,12 +44,11 @@ def take_past_(model: nn.Module, batches: list[Batch]) -> list[Batch]:
         return {"logits": output.logits, **_held("present", output.past_key_values)}
 
     def step(whole: dict[str, Tensor], past: int) -> Batch:
-        size, length = whole["input_ids"].shape
         before = {name: value[:, : max(past, 1)] for name, value in whole.items()}
         held = _held("past_key_values", run(**before, past_key_values=kind(), use_cache=True).past_key_values)
         held = {name: value[:, :, :past].clone() for name, value in held.items()}
         now = {name: value if name == "attention_mask" else value[:, past:] for name, value in whole.items()}
-        return Batch(0, size, named={**now, **held})
+        return Batch(0, len(whole["input_ids"]), named={**now, **held})
 
     with torch.no_grad():
         first = {name: _enlarged(value) for name, value in texts[0].items()}

@@ -183,8 +183,8 @@ def _name_axes_(graph: Any) -> None:
             if isinstance(symbol, str) and symbol.isidentifier() and symbol not in names:
                 name = _axis_name(value.name, axis, value.shape, steps)
                 # texts are as many and as long as their masks and pasts, even where the graph does not ask for it
-                taken = name in names.values() and not value.name.startswith("past_") and not is_text(value.name, value.shape)
-                names[symbol] = f"{value.name}_{name}" if taken else name
+                shared = value.name.startswith("past_key_values.") or is_text(value.name, value.shape)
+                names[symbol] = f"{value.name}_{name}" if name in names.values() and not shared else name
     for value in (*graph.inputs, *(value for node in graph for value in node.outputs)):
         for axis, size in enumerate(value.shape or ()):
             symbol = getattr(size, "value", None)
