@@ -66,7 +66,7 @@ def test_loops_over_tokens_take_one_length(name, tmp_path):
 
 @pytest.mark.slow
 def test_an_axis_that_is_only_said_to_be_free_is_fixed(tmp_path):
-    """Positions of DINOv2 are interpolated to the size of the pictures, which ONNX does in another way."""
+    """DINOv2 has a branch for pictures of the size it was made for, which alone comes into the graph."""
     model = tiny.build("dinov2")
     sizes = [torch.randn(2, 3, side, side, generator=torch.Generator().manual_seed(0)) for side in (32, 48)]
     with pytest.raises(cx.InvalidOption, match="takes pixel_values with 32 in axis 2 only"):

@@ -18,8 +18,9 @@ def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
 
 def _grouped_product(rows: Any, weights: Any, ends: Any) -> Any:
     """Rows, sorted by expert, times the matrix of their expert; ends: where the rows of each expert end."""
-    from onnxscript.onnx_opset import opset18 as op
+    from onnxscript.onnx_opset import opset18
 
+    op: Any = opset18  # its types know arrays only, while it also takes what is being traced
     bounds = op.Concat(op.Constant(value_ints=[0]), op.Cast(ends, to=7), axis=0)  # int64
     products = []
     for expert in range(weights.shape[0]):

@@ -68,7 +68,8 @@ def named_inputs(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
     found = {}
     for path, value in trees.tree_flatten_with_path((batch.positional, dict(batch.named)))[0]:
         if isinstance(value, Tensor):
-            is_named, place, *rest = (getattr(key, "key", getattr(key, "idx", key)) for key in path)
+            keys: list[Any] = [getattr(key, "key", getattr(key, "idx", key)) for key in path]
+            is_named, place, *rest = keys
             found[".".join(map(str, [place if is_named else places[place], *rest]))] = value
     return found
 
@@ -144,7 +145,7 @@ def _takes_tensors(model: nn.Module, batch: Batch) -> Iterator[None]:
     forward.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in names])  # type: ignore
 
     own = model.__dict__.get("forward")
-    model.forward = forward  # type: ignore[assignment]
+    model.forward = forward
     try:
         yield
     finally:
