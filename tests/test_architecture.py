@@ -41,9 +41,14 @@ MAY_IMPORT = {
 ADAPTED_IN = {
     "peft": {"separation/lora.py"},
     "ray": {"analysis/ray_engine.py", "serving/ray_engine.py", "serving/ray_service.py"},
-    "onnx": {"export/onnx.py", "compression/int8_latency.py", "weights/onnx_file.py", "weights/onnx_wire.py"},
-    "onnxruntime": {"baselines/onnx_runtime.py", "export/onnx.py", "compression/int8_latency.py"},
-    "onnxscript": {"export/onnx.py"},
+    "onnx": {"export/int8.py", "compression/int8_latency.py", "weights/onnx_file.py", "weights/onnx_wire.py"},
+    "onnxruntime": {
+        "baselines/onnx_runtime.py",
+        "export/int8.py",
+        "export/onnx.py",
+        "compression/int8_latency.py",
+    },
+    "onnxscript": {"export/experts.py", "export/onnx.py"},
     "google": {"serving/grpc_messages.py", "serving/grpc_service.py"},
     "grpc": {"serving/grpc_service.py"},
     "gguf": {"weights/gguf_file.py"},

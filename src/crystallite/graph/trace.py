@@ -21,6 +21,7 @@ from crystallite.graph import axes as union
 from crystallite.graph.attention import Attention, find_attentions
 from crystallite.graph.operator_rules import Reader, stored_weight
 from crystallite.graph.sequential_calls import Watch
+from crystallite.models.caches import turn_caches_off_
 from crystallite.operators.experts import Experts
 
 __all__ = ["Axis", "Layer", "Mode", "Space", "Spaces", "Untraceable", "export_quietly", "trace"]
@@ -228,8 +229,7 @@ def _export(
     for module in twin.modules():
         if isinstance(module, Experts):  # who reads what inside is known: see `graph/experts.py`
             module.opaque = True
-    for config in _configs(twin):
-        config.use_cache = False  # a cache is no result of the function
+    turn_caches_off_(twin)
     reasons: list[str] = []
     for arguments, named in _inputs(model, example):
         try:
@@ -242,18 +242,6 @@ def _export(
     raise Untraceable(
         f"torch.export cannot follow this model in {mode} mode ({reasons[0]}): pass example=, a batch it accepts"
     )
-
-
-def _configs(model: nn.Module) -> list[Any]:
-    """The configurations of a transformers model that may ask for a cache: its parts' own, and those inside others."""
-    waiting: list[Any] = [module.config for module in model.modules() if hasattr(module, "config")]
-    found: dict[int, Any] = {}
-    while waiting:
-        config = waiting.pop()
-        if id(config) not in found:
-            found[id(config)] = config
-            waiting += [value for value in getattr(config, "__dict__", {}).values() if hasattr(value, "to_dict")]
-    return [config for config in found.values() if hasattr(config, "use_cache")]
 
 
 def export_quietly(
