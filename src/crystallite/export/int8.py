@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from crystallite.export.tracing import quiet
-from crystallite.models.swap import put_
+from crystallite.models.swap import put_everywhere_
 from crystallite.operators.linear import BlockLinear
 
 __all__ = ["quantised", "with_plain_layers"]
@@ -57,7 +57,7 @@ def with_plain_layers(model: nn.Module) -> nn.Module:
             moved = sum(len(table) for table in (module.columns, module.outputs) if table is not None)
             spared = module.out_features * module.in_features - sum(stack.numel() for stack in module.weights)
             apart = not name or spared > _MOVED * moved  # a model that is one layer keeps the name of its input
-            model = put_(model, name, _Plain(module) if apart else module.to_dense())
+            model = put_everywhere_(model, name, _Plain(module) if apart else module.to_dense())
     return model
 
 
