@@ -308,3 +308,20 @@ def test_a_result_that_could_not_be_opened_is_not_returned():
     with pytest.raises(cx.InvalidOption, match=r"extra.bias: the model could not be opened again: from_pretrained"):
         write_config(after, before)
     write_config(after, after)  # what the owner has added himself is his own
+
+
+def test_weights_keep_their_names_where_the_class_has_an_older_format(tmp_path):
+    """transformers would fuse queries, keys and values of NomicBert as its checkpoints have them."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    model = transformers.NomicBertModel(transformers.NomicBertConfig(vocab_size=64, **sizes)).eval()
+    ids = torch.randint(0, 64, (64, 8))
+    small = cx.compress(model, [{"input_ids": part} for part in ids.split(16)], budget=0.5)
+    cx.save(small, tmp_path / "small")
+    again = transformers.NomicBertModel.from_pretrained(tmp_path / "small").eval()
+    again.save_pretrained(tmp_path / "again")
+    twice = transformers.NomicBertModel.from_pretrained(tmp_path / "again").eval()
+    with torch.no_grad():
+        expected = small(ids[:2]).last_hidden_state
+        for found in (again, twice):
+            assert torch.equal(found(ids[:2]).last_hidden_state, expected)

@@ -64,6 +64,7 @@ def write_config(model: nn.Module, original: nn.Module | None = None) -> None:
             _check_rebuilt(part, before, made, modules)
         _ask_for_reader_(part.config, bool(modules))
         if modules:
+            _keep_names_(part)
             part.config.quantization_config = {
                 "quant_method": QUANT_METHOD,
                 "version": _VERSION,
@@ -88,6 +89,14 @@ def described_in_config(model: nn.Module) -> dict[str, Any] | None:
         write_config(model)
     found: Any = getattr(pretrained.config, "quantization_config", None)
     return dict(found["modules"]) if _is_ours(found) else {}
+
+
+def _keep_names_(model: Any) -> None:
+    """Let transformers save weights as they are: it would fuse or split them as an older format of the class has them.
+
+    Layers that became something else do not fit that format any more.
+    """
+    model._weight_conversions = []
 
 
 def write_pretrained(model: Any, folder: Path, files: Path | None) -> None:
@@ -233,6 +242,7 @@ def register_with(readers: Any) -> None:
             model.config.quantization_config = self.config
             _ask_for_reader_(model.config, True)
             del model.hf_quantizer, model.quantization_method
+            _keep_names_(model)
             model.is_quantized = False
             return model
 
