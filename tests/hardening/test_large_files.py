@@ -97,5 +97,5 @@ def test_deflated_members_are_read_without_their_archive(tmp_path):
         entry = archive.getinfo("a.npy")
     damaged[entry.header_offset + entry.compress_size // 2] ^= 1
     (tmp_path / "w.npz").write_bytes(damaged)
-    with pytest.raises(CheckpointError, match="intact data|bytes of data"):
+    with pytest.raises(CheckpointError, match=r"intact data|bytes of data"):
         open_checkpoint(tmp_path / "w.npz").read("a")
