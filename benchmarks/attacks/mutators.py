@@ -18,12 +18,35 @@ from crystallite.models.manifest import MANIFEST, WEIGHTS, weights_sha256, write
 
 __all__ = ["mutate_artifact", "mutate_bytes", "mutate_json"]
 
-_NUMBERS = (0, 1, 2, 3, 7, 16, 255, 4096, 65_535, 2**24, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**62, 2**63 - 1, 2**64 - 1)
+_NUMBERS = (
+    0,
+    1,
+    2,
+    3,
+    7,
+    16,
+    255,
+    4096,
+    65_535,
+    2**24,
+    2**31 - 1,
+    2**31,
+    2**32 - 1,
+    2**40,
+    2**62,
+    2**63 - 1,
+    2**64 - 1,
+)
 _BYTES = (0, 1, 0x7F, 0x80, 0xFF, 0x2E, 0x5B, 0x7B, 0x7D)
-_PAYLOADS = (b"cposix\nsystem\n(X\x07\x00\x00\x00exit 99tR.", b"c__builtin__\neval\n(X\x04\x00\x00\x00a()btR.", b"\x80\x04N.")
+_PAYLOADS = (
+    b"cposix\nsystem\n(X\x07\x00\x00\x00exit 99tR.",
+    b"c__builtin__\neval\n(X\x04\x00\x00\x00a()btR.",
+    b"\x80\x04N.",
+)
 _VALUES: tuple[Any, ...] = (
-    0, -1, 1, 2, 5, 17, 1000, 10**5, 2**31, 2**63, -(2**63), 10**30, 0.5, -1e308, 1e308, True, False, None, "", "x", "0 1",
-    "x" * 5000, "os.system", "cpu", "float64", [], {}, [0], [[1, 2, 3]], [[[[[[]]]]]], {"type": "Linear"}, {"a": {"a": {}}},
+    0, -1, 1, 2, 5, 17, 1000, 10**5, 2**31, 2**63, -(2**63), 10**30, 0.5, -1e308, 1e308, True, False, None, "",
+    "x", "0 1", "x" * 5000, "os.system", "cpu", "float64", [], {}, [0], [[1, 2, 3]], [[[[]]]],
+    {"type": "Linear"}, {"a": {"a": {}}},
 )  # fmt: skip
 
 

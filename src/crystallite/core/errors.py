@@ -3,7 +3,7 @@
 A message says what was expected, what came, which tensor it was and, where there is one, the way out.
 """
 
-__all__ = ["CheckpointError", "CrystalliteError", "InvalidMap", "InvalidMatrix", "InvalidOption"]
+__all__ = ["CheckpointError", "CrystalliteError", "InvalidMap", "InvalidMatrix", "InvalidOption", "WriteError"]
 
 
 class CrystalliteError(Exception):
@@ -20,6 +20,10 @@ class InvalidMap(CrystalliteError, ValueError):
 
 class InvalidOption(CrystalliteError, ValueError):
     """An argument outside the values it may take."""
+
+
+class WriteError(CrystalliteError):
+    """A file or folder that cannot be written: no space, no permission, or something else in its place."""
 
 
 class CheckpointError(CrystalliteError):

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from crystallite.core.errors import CrystalliteError, InvalidOption
+from crystallite.core.files import sync_folder, writing
 from crystallite.core.suggest import suggest_keywords
 from crystallite.data.batch import Batch, batches, evaluating
 from crystallite.data.outputs import ROUNDING, tensors
@@ -80,9 +81,10 @@ def export(
         raise InvalidOption(f"{target}: expected a name that ends in .onnx")
     library = _libraries()
     checked = [batch.without_target() for batch in islice(batches(data), _CHECKED)]
-    target.parent.mkdir(parents=True, exist_ok=True)
-    folder = tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent)
-    with evaluating(model), folder as made:
+    with writing(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        folder = tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent)
+    with writing(target), evaluating(model), folder as made:
         file = Path(made) / "model.onnx"
         _write(_with_plain_layers(model) if int8 else model, file, _at_least_two(checked[0]))
         if int8:
@@ -95,6 +97,7 @@ def export(
                 f"is allowed{'; raise max_deviation=, or export without int8=True' if int8 else ''}"
             )
         size = file.stat().st_size
+        sync_folder(file.parent)
         file.replace(target)
     return Exported(str(target), size, int8, sum(batch.size for batch in checked), *found)
 

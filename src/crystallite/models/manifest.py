@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ import torch
 from torch import nn
 
 from crystallite.core.errors import CheckpointError, InvalidOption
+from crystallite.core.files import write_file
 from crystallite.weights.checkpoint import open_checkpoint
 from crystallite.weights.stored import SourceFile, load_json
 
@@ -107,12 +107,7 @@ def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
         text = json.dumps(plain | {"manifest_sha256": _signature(plain)}, indent=1)
     except (TypeError, ValueError) as error:
         raise InvalidOption(f"options, metadata and verdicts must be plain JSON values: {error}") from None
-    unfinished = folder / f".{MANIFEST}.{uuid.uuid4().hex}"
-    try:
-        unfinished.write_text(text + "\n")
-        unfinished.replace(folder / MANIFEST)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    write_file(folder / MANIFEST, f"{text}\n".encode())
 
 
 def attach_verdict(path: str | os.PathLike[str], verdict: dict[str, Any]) -> None:
