@@ -135,11 +135,14 @@ class Magnitudes:
 def as_matrix(matrix: Any, name: str = "matrix") -> np.ndarray | torch.Tensor:
     """The argument as a 2-D real array or detached tensor, without a copy; `InvalidMatrix` says why it cannot be."""
     if isinstance(matrix, torch.Tensor):
+        if matrix.is_nested or matrix.is_quantized:
+            kind, way = ("nested", "to_padded_tensor(0)") if matrix.is_nested else ("quantised", "dequantize()")
+            raise InvalidMatrix(f"{name}: expected a plain tensor, got a {kind} one; call .{way} first")
         if matrix.layout != torch.strided:
             raise InvalidMatrix(f"{name}: expected a dense tensor, got layout {matrix.layout}; call .to_dense() first")
         if matrix.is_meta:
             raise InvalidMatrix(f"{name}: expected numbers, got a tensor on the meta device")
-        result: np.ndarray | torch.Tensor = matrix.detach()
+        result: np.ndarray | torch.Tensor = matrix.detach().resolve_neg()  # a minus sign may be a bit of the tensor
     else:
         try:
             result = np.asanyarray(matrix)

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -191,9 +192,10 @@ def source_sha256(source: nn.Module | Mapping[str, Any] | str | os.PathLike[str]
         for name, info in sorted(checkpoint.tensors.items()):
             if info.alias_of is None:
                 digest.update(json.dumps([name, info.dtype, info.shape]).encode())
-                values = torch.as_tensor(checkpoint.read(name))
-                numbers: Any = values.contiguous().reshape(-1).view(torch.uint8).numpy()
-                digest.update(numbers)
+                values: Any = checkpoint.read(name)
+                if isinstance(values, torch.Tensor):
+                    values = values.contiguous().reshape(-1).view(torch.uint8).numpy()
+                digest.update(np.ascontiguousarray(values).reshape(-1).view(np.uint8))
     return digest.hexdigest()
 
 

@@ -277,14 +277,16 @@ def _checked_value(name: str, value: Any, source: str) -> Array:
     if torch.nn.parameter.is_lazy(value):
         refuse(source, f"numbers in tensor {_short(name)}", "a lazy parameter", "run the model once first")
     if isinstance(value, torch.Tensor):
+        if value.is_nested:
+            refuse(source, f"a plain tensor {_short(name)}", "a nested one", "call .to_padded_tensor(0) first")
         if value.layout != torch.strided:
             refuse(source, f"a dense tensor {_short(name)}", str(value.layout), "call .to_dense() first")
         if value.device.type == "meta":
             refuse(source, f"numbers in tensor {_short(name)}", "a tensor on the meta device")
-        plain = value.detach().cpu()
+        plain = value.detach().cpu().resolve_conj().resolve_neg()
         return plain.dequantize() if plain.is_quantized else plain
     if isinstance(value, np.ndarray) and not value.dtype.hasobject:
-        return value
+        return value.astype(value.dtype.newbyteorder("="), copy=False)
     came = "an array of Python objects" if isinstance(value, np.ndarray) else type(value).__name__
     refuse(source, f"a tensor or array as {_short(name)}", came)
 
