@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from crystallite.models.record import CompressedOptions, ExactOptions, LayerChange, Record, UpgradedOptions, record
     from crystallite.models.summary import summary
     from crystallite.monitoring import StructureMonitor
+    from crystallite.operators.attention import ExpandedAttention
     from crystallite.operators.chain import BlockChain
     from crystallite.operators.conv import BlockConv
     from crystallite.operators.feed_forward import BlockFeedForward
@@ -69,6 +70,7 @@ __all__ = [
     "DirectedStructure",
     "Embedding",
     "ExactOptions",
+    "ExpandedAttention",
     "Exported",
     "InvalidMap",
     "InvalidMatrix",
@@ -141,6 +143,7 @@ _HOME = {
         "models.record": "CompressedOptions ExactOptions LayerChange Record UpgradedOptions record",
         "models.summary": "summary",
         "monitoring": "StructureMonitor",
+        "operators.attention": "ExpandedAttention",
         "operators.chain": "BlockChain",
         "operators.conv": "BlockConv",
         "operators.feed_forward": "BlockFeedForward",

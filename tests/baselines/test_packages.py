@@ -74,3 +74,14 @@ def test_onnx_runtime_is_called_like_the_model(int8):
         assert_close(found["logits"], expected["logits"])
         assert_close(found["states"][0], expected["states"][0])
     assert set(best_times({"torch": net, "onnx": session}, other)) == {"torch", "onnx"}
+
+
+@pytest.mark.slow
+def test_onnx_runtime_is_called_like_a_decoder():
+    """Its cache, which is no result, is no part of the structure either."""
+    pytest.importorskip("onnxruntime")
+    from tests.helpers import tiny_transformers as tiny
+
+    model, (first, other) = tiny.build("opt"), tiny.batches("opt")
+    session = InOnnxRuntime(model, Batch(0, 3, (), first))
+    assert_close(session(**other).logits, model(**other).logits.detach())

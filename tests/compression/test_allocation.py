@@ -5,6 +5,7 @@ import itertools
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from crystallite.compression.allocation import LayerCurve, NeuronCurve, allocate
 from crystallite.compression.operator_specs import OperatorSpec
@@ -48,9 +49,20 @@ def test_neurons_count_in_every_layer_that_has_them():
         "up": LayerCurve((64, 16), ((OperatorSpec(), 0.0),)),
         "down": LayerCurve((16, 64), ((OperatorSpec(), 0.0),)),
     }
-    neurons = NeuronCurve(NeuronGroup(64, ("up",), ("down",)), ((64, 0.0), (48, 0.1), (32, 0.2), (16, 0.5)))
+    net = nn.ModuleDict({"up": nn.Linear(16, 64), "down": nn.Linear(64, 16)})
+    options = ((64, 0.0), (48, 0.1), (32, 0.2), (16, 0.5))
+    neurons = NeuronCurve(NeuronGroup.between(net, ["up"], "down"), options)
     found = allocate(layers, [neurons], 0.5)
-    assert (found.kept("down"), found.kept("up"), found.cost) == (32, None, 32 * 32)
+    assert (found.read_by("down"), found.read_by("up"), found.cost) == ((neurons.group, 32), None, 32 * 32)
+    found = allocate(layers, [neurons], 0.75, rest=2048)  # as much again stays as it is
+    assert (found.read_by("down"), found.cost, found.dense_cost) == ((neurons.group, 32), 3072, 4096)
+    found = allocate(layers, [NeuronCurve(neurons.group, options, each=32)], 0.5)  # a kernel between them
+    assert (found.cost, found.dense_cost) == (64 * 32, 64 * 64)
+
+
+def test_what_stays_as_it_is_is_named_where_a_budget_cannot_be_reached():
+    with pytest.raises(InvalidOption, match=r"reached here, 0\.9\d\d; 94% of the cost lies in what stays as it is"):
+        allocate({"a": layer((16, 16), 1.0)}, [], 0.5, rest=4000)
 
 
 def test_what_cannot_be_reached_is_refused():

@@ -8,6 +8,7 @@ from torch.nn import functional as F
 import crystallite as cx
 from crystallite.compression.compress import compress
 from crystallite.compression.pruning import eliminate, find_prunable
+from crystallite.core.errors import InvalidOption
 from crystallite.data.batch import Batch
 from crystallite.operators.low_rank import LowRankConv, LowRankLinear
 from crystallite.statistics.layer_io import call_counts, matrix_of, read_rows, written_rows
@@ -112,8 +113,10 @@ def test_the_budget_is_kept_and_plain_modules_come_out(budget):
 
 def test_refitted_channels_lose_less_than_cut_ones():
     model, x = small_cnn(), images(256)
-    small = compress(model, budget=0.4, calibration=x, ignore="3")  # of the first layer only low ranks can be chosen
+    small = compress(model, budget=0.82, calibration=x, ignore="3")  # of the first layer only low ranks can be chosen
     assert relative_error(small(x), model(x)) < 0.3
+    with pytest.raises(InvalidOption, match=r"hold 34% .*; left alone: 3 \(66%\): not asked for"):
+        compress(model, budget=0.6, calibration=x, ignore="3")
     small = compress(model, budget=0.6, calibration=x)
     cut = small_cnn()
     with torch.no_grad():
@@ -150,15 +153,20 @@ def test_groups_of_inputs_go_together_and_the_best_ones_stay():
     moments = Moments("a")
     moments.add(x, x @ own.T)
     regression = Regression.solve(moments, moments, own, True, 1e-6)
-    for size, (kept, weight) in eliminate(regression, [3, 1], 3).items():
-        assert len(kept) == 3 * size
-        assert (kept.view(-1, 3) % 3 == torch.arange(3)).all()
+    places = torch.arange(12).view(4, 3)
+    for size, (neurons, weight) in eliminate(regression, [3, 1], places).items():
+        assert len(neurons) == size
+        kept = places[neurons].flatten()
         assert torch.equal(weight.abs().sum(0).nonzero()[:, 0], kept)
         centred = x - x.mean(0)
         expected = torch.linalg.lstsq(centred[:, kept].double(), (centred @ own.T).double()).solution.T
         torch.testing.assert_close(weight[:, kept], expected, rtol=1e-3, atol=1e-3)
     alone = {one: _error_of(regression, [one]) for one in range(4)}
-    assert int(eliminate(regression, [1], 3)[1][0][0]) // 3 in sorted(alone, key=alone.get)[:2]
+    assert int(eliminate(regression, [1], places)[1][0][0]) in sorted(alone, key=alone.get)[:2]
+    scattered = torch.arange(12).view(3, 4).T  # inputs of a neuron need not lie next to each other
+    moved = Regression.solve(moments, moments, own, True, 1e-6)
+    for neurons, weight in eliminate(moved, [2], scattered).values():
+        assert torch.equal(weight.abs().sum(0).nonzero()[:, 0], scattered[neurons].flatten().sort().values)
 
 
 def _error_of(regression, groups):
@@ -169,8 +177,8 @@ def _error_of(regression, groups):
 
 def test_hidden_channels_are_those_that_one_layer_reads():
     model = small_cnn()
-    found = find_prunable(model, {"0", "3", "7"}, Batch(0, 2, (images(2),)))
-    assert [(g.writers, g.reader, g.size, g.width, g.norms) for g in found] == [
+    found = find_prunable(model, {"0", "3", "7"}, Batch(0, 2, (images(2),))).groups
+    assert [(g.writers, g.reader, g.size, g.width, g.passed) for g in found] == [
         (("0",), "3", 16, 9, ("1",)),
         (("3",), "7", 24, 4, ()),
     ]

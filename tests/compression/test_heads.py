@@ -46,14 +46,21 @@ def sequences(count=300, seed=5):
 
 
 NAMES = ("query", "key", "value", "output")
-FOUND = NeuronGroup(WIDTH, ("value",), ("output",), HEADS)
+FOUND = NeuronGroup(WIDTH, ("value",), ("output",), HEADS, embedded=True)
+COMPARED = NeuronGroup(WIDTH, ("query", "key"), (), HEADS, 0, embedded=True)
+
+
+def found_in(model, names=NAMES):
+    return find_prunable(model, names, Batch(0, 2, (sequences(2),)))
 
 
 def test_heads_are_found_and_others_are_not():
-    batch = Batch(0, 2, (sequences(2),))
-    assert find_prunable(Attention(), NAMES, batch) == [FOUND]
-    assert find_prunable(Attention(between=nn.GELU), NAMES, batch) == []  # rotating would change what it does
-    assert find_prunable(Attention(), ("query", "key", "value"), batch) == []
+    assert found_in(Attention()).groups == (FOUND, COMPARED)
+    assert found_in(Attention(between=nn.GELU)).groups == (COMPARED,)  # rotating would change what it does
+    assert found_in(Attention(between=nn.GELU)).reasons == {
+        "query, key: values": "what it hands on passes through gelu"
+    }
+    assert found_in(Attention(), ("query", "key", "value")).groups == (COMPARED,)
 
 
 def test_rotating_changes_nothing_but_the_order_of_worth():
@@ -61,7 +68,7 @@ def test_rotating_changes_nothing_but_the_order_of_worth():
     rotated, data = copy.deepcopy(model), Calibration.read(x)
     units = {unit.name: unit for unit in find_units(rotated, ["*"], [])}
     session = Session(rotated, units, data, ForwardPlan.of(rotated, NAMES, data.fitted[0]), 0.01, 0)
-    order_head_numbers_(session, [FOUND])
+    order_head_numbers_(session, found_in(model).groups[:1])
     assert relative_error(rotated(x), model(x)) < 1e-5
     weight = rotated.output.weight.detach().view(WIDTH, HEADS, -1).transpose(0, 1)
     torch.testing.assert_close(weight.mT @ weight, torch.eye(8).expand(HEADS, 8, 8), rtol=0, atol=1e-3)
@@ -111,6 +118,7 @@ def test_samples_that_judge_do_not_rotate_heads():
         model = Attention(directions=8).eval()
         read = Calibration.read(list(data.split(60)))
         units = {unit.name: unit for unit in find_units(model, ["*"], [])}
-        order_head_numbers_(Session(model, units, read, ForwardPlan.of(model, NAMES, read.fitted[0]), 0.01, 0), [FOUND])
+        session = Session(model, units, read, ForwardPlan.of(model, NAMES, read.fitted[0]), 0.01, 0)
+        order_head_numbers_(session, found_in(model).groups)
         found.append(model.output.weight.detach())
     assert torch.equal(*found)

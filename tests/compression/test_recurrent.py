@@ -10,7 +10,7 @@ from crystallite.compression.compress import compress
 from crystallite.compression.influence import influence
 from crystallite.compression.recurrent import ExpandedLayer, expand_recurrent, step_by_step
 from crystallite.compression.session import Session
-from crystallite.core.errors import CheckpointError, InvalidOption
+from crystallite.core.errors import CheckpointError, CrystalliteWarning, InvalidOption
 from crystallite.data.calibration import Calibration
 from crystallite.models.description import build, describe
 from crystallite.models.layers import find_units
@@ -200,10 +200,13 @@ def test_what_is_left_alone_says_why():
 
     torch.manual_seed(0)
     model, x = Several(), sequences()
-    small = compress(model, budget=0.9, calibration=x)
+    with pytest.raises(InvalidOption, match=r"budget 0\.9 cannot be reached: .* hold 1% of the model's multiply-adds"):
+        compress(model, budget=0.9, calibration=x)
+    with pytest.warns(CrystalliteWarning, match=r"hold 1% .*; left alone: projected \(69%\)"):
+        small = compress(model, budget=0.995, calibration=x)
     became = {change.name: change.became for change in cx.summary(small).changes}
     assert became["projected"] == "left alone: a projected state (proj_size) mixes all blocks"
-    assert became["looped"] == "left alone: it runs several times in a call"
+    assert became["looped"] == "left alone: a recurrent network that runs several times in a call"
     with pytest.raises(InvalidOption, match=r"expected an nn\.RNN, nn\.GRU or nn\.LSTM"):
         LowRankRecurrent.from_dense(model.projected)
 

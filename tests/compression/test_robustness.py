@@ -58,10 +58,21 @@ def test_the_scale_of_the_data_does_not_matter(scale):
     assert relative_error(small(x), model(x)) < 1e-3
 
 
-def test_half_precision_stays_half_precision():
-    model, x = networks.low_rank().bfloat16(), samples(40).bfloat16()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_stays_half_precision(dtype):
+    model, x = networks.low_rank().to(dtype), samples(40).to(dtype)
     small = compress(model, budget=0.4, calibration=x)
-    assert {p.dtype for p in small.parameters()} == {torch.bfloat16}
+    assert {p.dtype for p in small.parameters()} == {dtype}
+    assert relative_error(small(x).float(), model(x).float()) < 0.05
+
+
+def test_sums_of_half_precision_do_not_overflow():
+    """Gradients of 16-bit outputs, each of moderate size, whose products are beyond what 16 bits hold."""
+    model, x = networks.low_rank().half(), samples(40).half()
+    with torch.no_grad():
+        model[2].weight.mul_(1 / 64)
+        model[2].bias.mul_(1 / 64)
+    small = compress(model, budget=0.4, calibration=x)
     assert relative_error(small(x).float(), model(x).float()) < 0.05
 
 
@@ -85,3 +96,24 @@ def test_layers_of_other_kinds_are_named_in_the_summary():
     assert became["table"].startswith("left alone: Embedding is a look-up table")
     assert became["recurrent"].startswith("left alone: only linear layers are fitted in blocks, this is a GRU")
     assert torch.equal(small.recurrent.weight_hh_l0, model.recurrent.weight_hh_l0)
+
+
+class Stream(nn.Module):
+    """Two blocks that add to what they read."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = networks.mlp(16, 32, 16), networks.mlp(16, 32, 16)
+
+    def forward(self, x):
+        x = x + self.first(x)
+        return x + self.second(x)
+
+
+def test_layers_that_make_good_for_what_a_stream_lost_say_so(capsys):
+    small = compress(Stream().eval(), budget=0.4, calibration=samples(16), progress=True)
+    became = {change.name: change.became for change in cx.summary(small).changes}
+    assert [name for name, text in became.items() if "what the stream lost before it" in text] == ["second.2"]
+    shown = capsys.readouterr().err
+    assert all(phase in shown for phase in ("tracing", "weighing", "probing", "fitting"))

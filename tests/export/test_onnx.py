@@ -1,5 +1,6 @@
 """ONNX files that compute what the model does, in any batch size; 8-bit ones nearly; none that do not."""
 
+import copy
 import json
 import os
 
@@ -125,6 +126,102 @@ def test_what_cannot_be_exported_is_refused(model, name, message, tmp_path):
     assert os.listdir(tmp_path) == []
 
 
+class Loud(nn.Module):
+    """Returns noise where a mask says so."""
+
+    def __init__(self, masked):
+        super().__init__()
+        self.layer, self.masked = nn.Linear(32, 8), masked
+
+    def forward(self, x, attention_mask):
+        loud = (attention_mask == (0 if self.masked else 1)).unsqueeze(-1)
+        return self.layer(x) + loud * torch.rand(*x.shape[:2], 8)
+
+
+def test_padding_is_not_compared(tmp_path):
+    batch = {
+        "x": torch.randn(3, 5, 32),
+        "attention_mask": torch.ones(3, 5, dtype=torch.long),
+    }  # some is masked on trial
+    done = export(Loud(masked=True), tmp_path / "a.onnx", [batch])
+    assert done.deviation < 1e-5
+    assert done.samples == 3
+    with pytest.raises(cx.InvalidOption, match="its outputs deviate by"):
+        export(Loud(masked=False), tmp_path / "b.onnx", [batch])
+
+
+class Continues(nn.Module):
+    """Takes a state, and returns one; texts could be generated with it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(32, 8)
+
+    def forward(self, x, state):
+        y = self.layer(x) + state["last"]
+        return {"logits": y, "states": (y.tanh(), [y.sum(-1)])}
+
+    def can_generate(self):
+        return True
+
+
+def test_parts_of_arguments_and_results_have_names(tmp_path):
+    model, batch = Continues(), {"x": torch.randn(3, 5, 32), "state": {"last": torch.randn(3, 5, 8)}}
+    done = export(model, tmp_path / "a.onnx", [batch])
+    assert list(done.inputs) == ["x", "state.last"]
+    assert done.outputs == ("logits", "states.0", "states.1.0")
+    assert done.notes == ()
+    with_int8 = export(model, tmp_path / "b.onnx", [batch], int8=True)
+    assert "models that generate text" in str(with_int8)
+
+
+def test_half_precision_becomes_single_and_says_so(tmp_path):
+    model, x = nn.Sequential(nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 4)).bfloat16(), samples(count=9)
+    done = export(model, tmp_path / "a.onnx", x.bfloat16())
+    assert "computes in float32: the weights were torch.bfloat16" in str(done)
+    assert model[0].weight.dtype == torch.bfloat16
+    assert_close(torch.from_numpy(outputs(done.path, input=x)[0]), copy.deepcopy(model).float()(x).detach())
+
+
+class Complains(nn.Module):
+    def forward(self, x):
+        if torch.compiler.is_exporting():
+            try:
+                raise ZeroDivisionError("no graph of this")
+            except ZeroDivisionError as error:
+                raise RuntimeError("something went wrong") from error
+        return x
+
+
+def test_the_first_cause_is_told(tmp_path):
+    with pytest.raises(cx.InvalidOption, match="Complains cannot be written as ONNX: ZeroDivisionError: no graph of"):
+        export(Complains(), tmp_path / "a.onnx", samples(count=9))
+
+
+def test_a_batch_without_an_input_is_refused_by_name(tmp_path):
+    class Adds(nn.Module):
+        def forward(self, x, y=None):
+            return x if y is None else x + y
+
+    with pytest.raises(cx.InvalidOption, match="the batch at sample 2 lacks y"):
+        export(Adds(), tmp_path / "a.onnx", [{"x": torch.ones(2, 3), "y": torch.ones(2, 3)}, {"x": torch.ones(2, 3)}])
+
+
+def test_weights_that_no_file_holds_are_refused(tmp_path):
+    model = nn.Linear(2, 2)
+    model.register_buffer("much", torch.zeros(1).expand(2**30))  # needs no memory
+    with pytest.raises(cx.InvalidOption, match=r"Linear has 4.3 GB of weights, and a file of ONNX holds 2 GB"):
+        export(model, tmp_path / "a.onnx", torch.ones(2, 2))
+
+
+@pytest.mark.parametrize("sides", [(8, 8), (8, 12)])
+def test_sizes_of_pictures_are_free_where_batches_differ_in_them(tmp_path, sides):
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1))
+    done = export(model, tmp_path / "a.onnx", [torch.randn(2, 3, side, 8) for side in sides])
+    assert done.inputs == {"input": ("batch_size", 3, 8 if sides == (8, 8) else "input_axis_2", 8)}
+    assert bool(done.notes) == (sides == (8, 8))
+
+
 def test_modes_are_kept_and_dropout_is_off(tmp_path):
     model = nn.Sequential(nn.Linear(32, 8), nn.Dropout(0.5)).train()
     done = export(model, tmp_path / "a.onnx", samples(count=9))
@@ -171,6 +268,8 @@ def test_the_command_exports_what_was_saved(fitted, tmp_path, capsys, monkeypatc
     assert_close(torch.from_numpy(outputs("a.onnx", input=x)[0]), fitted[1](x).detach())
     assert main(["export", "small", "a.onnx", "--data", "inputs.npz"]) == 2
     assert "exists already" in capsys.readouterr().err
+    assert main(["export", "small", "c.onnx", "--data", "inputs.npz", "--past"]) == 2
+    assert "--past takes decoders and batches of input_ids" in capsys.readouterr().err
     save_file({"inputs": torch.ones(4, 3)}, "wrong.safetensors")
     assert main(["export", "small", "c.onnx", "--data", "wrong.safetensors"]) == 2
     assert capsys.readouterr().err.count("\n") == 1

@@ -1,8 +1,10 @@
 """Which layers separate together."""
 
+import pytest
 import torch
 from torch import nn
 
+from crystallite.core.errors import InvalidOption
 from crystallite.graph.chains import find_chains
 from tests.helpers.block_models import Gated
 
@@ -49,3 +51,32 @@ def test_a_gate_shares_the_hidden_neurons():
 def test_named_layers_separate_alone():
     chains = find_chains(Residual(), targets=["head"], example=torch.zeros(2, 8))
     assert [chain.layers for chain in chains] == [("head",)]
+
+
+class Attention(nn.Module):
+    """Queries, keys, values and their output beside a feed-forward pair, which a norm inside it hides."""
+
+    def __init__(self, hides):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+        self.inner = nn.LayerNorm(32) if hides else nn.Identity()
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        x = x + self.out(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return x + self.down(self.inner(nn.functional.gelu(self.up(x))))
+
+
+def test_attention_is_separated_only_where_it_is_named():
+    x = torch.zeros(2, 5, 8)
+    assert [chain.layers for chain in find_chains(Attention(False), example=x)] == [("up", "down")]
+    with pytest.raises(InvalidOption, match=r"no two layers share hidden neurons, .* pass targets="):
+        find_chains(Attention(True), example=x)
+    named = find_chains(Attention(True), targets=["qkv", "out"], example=x)
+    assert sorted(name for chain in named for name in chain.layers) == ["out", "qkv"]
+
+
+def test_the_only_layer_need_not_be_named():
+    (chain,) = find_chains(nn.Linear(4, 4), example=torch.zeros(2, 4))
+    assert chain.layers == ("",)

@@ -7,9 +7,17 @@ from torch import nn
 from crystallite.baselines.layers import find_layers
 from crystallite.compression.pruning import find_prunable
 from crystallite.data.batch import Batch
-from crystallite.graph.neuron_groups import NeuronGroup, find_neuron_groups, neuron_groups, without
+from crystallite.graph.neuron_groups import (
+    NeuronGroup,
+    find_neuron_groups,
+    neuron_groups,
+    score_group,
+    trace_batch,
+    value_group,
+    without,
+)
 from crystallite.graph.trace import trace
-from crystallite.graph.trials import acts_alone, can_remove, can_rotate
+from crystallite.graph.trials import acts_alone, can_remove, can_rotate, compares_alone
 from tests.helpers.networks import Gated, ResNet
 from tests.helpers.prunable import Attention, batch
 from tests.helpers.tolerance import assert_close
@@ -20,19 +28,24 @@ from tests.helpers.transformers_models import CASES, llama
 def test_neurons_that_feel_each_other_must_stay(between):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), between, nn.Linear(8, 2))
-    assert find_prunable(model, {"0", "2"}, Batch(0, 3, (torch.randn(3, 4),))) == []
+    assert find_prunable(model, {"0", "2"}, Batch(0, 3, (torch.randn(3, 4),))).groups == ()
 
 
 def test_an_attention_has_heads_and_numbers_of_heads():
     net, some = Attention(), batch(2, 5, 32)
-    heads, pair, values = find_neuron_groups(net, find_layers(net), some)
+    heads, pair = find_neuron_groups(net, find_layers(net), some)
     assert heads == NeuronGroup(4, ("query", "key", "value"), ("output",), heads=4, width=8)
     assert pair == NeuronGroup(64, ("up",), ("down",))
-    assert values == NeuronGroup(32, ("value",), ("output",), heads=4)
-    assert [group.is_aligned for group in (heads, pair, values)] == [False, True, True]
     assert acts_alone(net, pair, some)
-    assert can_rotate(net, values, some)
     assert can_remove(net, [heads, pair], some)
+    (attention,) = trace_batch(net, some).attentions
+    values, scores = value_group(net, attention), score_group(net, attention, torch.arange(8))
+    assert values == NeuronGroup(32, ("value",), ("output",), heads=4, embedded=True)
+    assert scores == NeuronGroup(32, ("query", "key"), (), heads=4, width=0, embedded=True)
+    assert can_rotate(net, values, some)
+    assert can_rotate(net, scores, some)
+    assert compares_alone(net, scores, some)
+    assert set(find_prunable(net, find_layers(net), some).groups) == {pair, values, scores}
 
 
 def test_a_gate_writes_too():
@@ -46,7 +59,7 @@ def test_a_stream_has_several_writers_and_readers():
     (stream,) = (g for g in neuron_groups(ResNet(), trace(ResNet())).values() if "stem" in g.writers)
     assert {"stem", "blocks.0.second", "blocks.1.second"} <= set(stream.writers)
     assert {"blocks.0.first", "blocks.1.first"} <= set(stream.readers)
-    assert len(stream.norms) > 1
+    assert len(stream.passed) > 1
 
 
 def test_trials_leave_the_model_as_it_is():
@@ -77,9 +90,9 @@ def test_groups_that_overlap_go_together():
 def test_models_that_drop_layers_or_keep_caches_have_prunable_neurons(name):
     model, some, pairs = CASES[name]()
     found = find_prunable(model, find_layers(model), some)
-    assert pairs <= {group.layers for group in found}
+    assert pairs <= {group.layers for group in found.groups}
 
 
 def test_channels_of_grouped_convolutions_stay():
     net = nn.Sequential(nn.Conv2d(4, 8, 1), nn.ReLU(), nn.Conv2d(8, 8, 3, groups=2), nn.ReLU(), nn.Conv2d(8, 4, 1))
-    assert find_prunable(net, {"0", "2", "4"}, batch(2, 4, 6, 6)) == []
+    assert find_prunable(net, {"0", "2", "4"}, batch(2, 4, 6, 6)).groups == ()

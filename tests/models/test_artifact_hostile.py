@@ -56,6 +56,17 @@ def _nested(depth):
     return edit
 
 
+def _share(**shared):
+    """Say of modules that they are others."""
+
+    def edit(folder):
+        modules = cx.read_manifest(folder)["modules"]
+        modules[""]["shared"] = {name.removeprefix("at_"): first for name, first in shared.items()}
+        edit_manifest(modules=modules)(folder)
+
+    return edit
+
+
 def _record(**parts):
     return edit_manifest(record={"options": {"type": "ExactOptions"}, **parts})
 
@@ -136,6 +147,10 @@ HOSTILE = {
     ),
     "a tensor missing": (_edit_weights(lambda s: s.pop("3.weight")), "3.weight"),
     "a tensor too many": (_edit_weights(lambda s: s.update(extra=torch.ones(2))), "extra"),
+    "a module as another": (_share(at_4="3"), "'4' as the module '3', which is another"),
+    "a module as nothing": (_share(at_4="nothing"), "no 'nothing'"),
+    "a module as the whole": (_share(at_4=""), "no ''"),
+    "a module as a number": (_share(at_4=3), "description of a module"),
     "a tie to nothing": (edit_manifest(tied={"extra": "nothing"}), "cannot be tied"),
     "a tie of what is stored": (edit_manifest(tied={"3.weight": "3.bias"}), "cannot be tied"),
     "a tie to no name": (edit_manifest(tied={"extra": ["3.weight"]}), "cannot be tied"),

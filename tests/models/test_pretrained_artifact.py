@@ -12,6 +12,7 @@ from torch import nn
 
 import crystallite as cx
 from crystallite.models.opening import open_model, write_model
+from crystallite.models.transformers_folder import write_config
 
 transformers = pytest.importorskip("transformers")
 
@@ -38,6 +39,12 @@ def planted(model):
 def output(model):
     with torch.no_grad():
         return model(TOKENS)[0]
+
+
+def without_us(folder):
+    """What somebody gets who opens a folder and has not imported this package."""
+    code = "import sys; from transformers import AutoModel; AutoModel.from_pretrained(sys.argv[1])"
+    return subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=False)
 
 
 @pytest.fixture
@@ -192,8 +199,7 @@ def test_a_model_loaded_into_another_is_saved_for_transformers(tmp_path):
 
 
 def test_without_crystallite_the_error_says_what_is_missing(made):
-    code = "import sys; from transformers import AutoModel; AutoModel.from_pretrained(sys.argv[1])"
-    done = subprocess.run([sys.executable, "-c", code, str(made[2])], capture_output=True, text=True, check=False)
+    done = without_us(made[2])
     assert done.returncode == 1
     assert "import crystallite before you open this folder" in done.stderr.splitlines()[-1]
 
@@ -216,14 +222,89 @@ def test_plain_sizes_need_no_import(tmp_path):
     small = cx.compress(model, [{"input_ids": TOKENS}] * 8, budget=1.0)
     cx.save(small, tmp_path / "a")
     config = json.loads((tmp_path / "a" / "config.json").read_text())
-    assert not {"quantization_config", "transformers_weights"} & config.keys()
-    code = "import sys; from transformers import AutoModel; AutoModel.from_pretrained(sys.argv[1])"
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "a")], capture_output=True, text=True, check=False
-    )
+    assert not {"quantization_config", "fusion_config", "transformers_weights"} & config.keys()
+    done = without_us(tmp_path / "a")
     assert done.returncode == 0, done.stderr
     assert cx.record(cx.load(tmp_path / "a")).method == "compressed"
 
 
 def test_source_is_a_path_in_the_metadata(made):
     assert Path(cx.read_manifest(made[2])["metadata"]["model"]).name == "original"
+
+
+def test_without_crystallite_what_save_pretrained_wrote_is_not_opened_either(made, tmp_path):
+    """Also where it was opened and saved again."""
+    made[1].save_pretrained(tmp_path / "a")
+    transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "a").save_pretrained(tmp_path / "b")
+    for folder in (tmp_path / "a", tmp_path / "b"):
+        done = without_us(folder)
+        assert done.returncode == 1
+        assert "pip install crystallite, and import crystallite before you open" in done.stderr.splitlines()[-1]
+    restored = cx.restore(made[1])
+    restored.save_pretrained(tmp_path / "c")
+    assert without_us(tmp_path / "c").returncode == 0
+
+
+def opened_as(name, model, folder, state=None, **changes):
+    """A checkpoint whose config says that it is of some class."""
+    model.save_pretrained(folder, state_dict=state)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"architectures": None if name is None else [name], **changes}
+    (folder / "config.json").write_text(json.dumps(config))
+    return open_model(str(folder), None)
+
+
+@pytest.mark.parametrize(
+    ("name", "left_out"),
+    [("BertForMaskedLM", "bert.pooler.dense.bias.* cls.seq_relationship.bias"), ("BertModel", "cls.predictions.bias")],
+)
+def test_weights_of_other_heads_are_left_out_and_named(tmp_path, name, left_out):
+    """As in bert-base-uncased, a pretraining checkpoint whose config says BertForMaskedLM."""
+    whole = build("BertForPreTraining")
+    with pytest.warns(UserWarning, match=f"parts that a {name}, .*: {left_out}"):
+        model = opened_as(name, whole, tmp_path / "a")
+    assert type(model) is getattr(transformers, name)
+    assert torch.equal(output(getattr(model, "bert", model)), output(whole.bert))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        (None, {}, "unexpected cls.predictions.bias"),
+        ("BertForPreTraining", {"num_hidden_layers": 1}, "unexpected bert.encoder.layer.1"),
+        ("BertModel", {"num_hidden_layers": 1}, "unexpected .*encoder.layer.1"),
+        ("BertForSequenceClassification", {}, "missing classifier.bias, classifier.weight; unexpected cls"),
+    ],
+)
+def test_a_head_or_a_layer_is_never_dropped(tmp_path, name, changes, message):
+    with pytest.raises(cx.CheckpointError, match=message):
+        opened_as(name, build("BertForPreTraining"), tmp_path / "a", **changes)
+
+
+def test_a_tensor_more_in_a_module_is_refused(tmp_path):
+    model = build("BertModel")
+    state = {**model.state_dict(), "encoder.layer.0.output.dense.scale": torch.ones(3)}
+    with pytest.raises(cx.CheckpointError, match=r"unexpected .*dense.scale; if they do not matter, open it with"):
+        opened_as("BertModel", model, tmp_path / "a", state)
+
+
+def test_keys_that_transformers_ignores_are_ignored(tmp_path):
+    model = build("BertModel")
+    state = {**model.state_dict(), "embeddings.position_ids": torch.arange(20)[None]}
+    opened = opened_as("BertModel", model, tmp_path / "a", state)
+    assert torch.equal(output(opened), output(model))
+
+
+class Unknown(nn.Linear):
+    """Has code of its own, so that no description rebuilds it."""
+
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def test_a_result_that_could_not_be_opened_is_not_returned():
+    before, after = build("BertModel"), build("BertModel")
+    after.extra = Unknown(3, 3)
+    with pytest.raises(cx.InvalidOption, match=r"extra.bias: the model could not be opened again: from_pretrained"):
+        write_config(after, before)
+    write_config(after, after)  # what the owner has added himself is his own

@@ -13,6 +13,7 @@ from torch import nn
 
 import crystallite as cx
 from crystallite.models.description import build, describe
+from crystallite.models.manifest import QUANT_METHOD
 from crystallite.models.record import ExactOptions, Fold, LayerChange, OperatorRecord, Record
 from crystallite.models.transformers_folder import write_config
 from crystallite.models.transformers_hook import register_reader
@@ -274,7 +275,7 @@ print(type(model.pooler.dense).__name__, type(model.encoder.layer[0].output.dens
 
 def test_transformers_may_be_imported_first(saved, monkeypatch):
     for known in (auto.AUTO_QUANTIZER_MAPPING, auto.AUTO_QUANTIZATION_CONFIG_MAPPING):
-        monkeypatch.delitem(known, "crystallite")
+        monkeypatch.delitem(known, QUANT_METHOD)
     register_reader()
     model = transformers.AutoModel.from_pretrained(saved)
     assert type(model.encoder.layer[0].output.dense) is cx.BlockLinear

@@ -20,7 +20,7 @@ from crystallite.annealing.random_walk import DELTA0, METHODS, TAU, check_band
 from crystallite.core.errors import InvalidOption
 from crystallite.core.files import writing
 from crystallite.core.suggest import check_choice, matching, suggest_keywords
-from crystallite.core.tables import terminal_width, text_table
+from crystallite.core.tables import by_expert, span, terminal_width, text_table
 from crystallite.weights.checkpoint import Checkpoint, open_checkpoint
 from crystallite.weights.layers import Layer, recognise
 
@@ -37,6 +37,7 @@ class Analysis:
     rows: list[MatrixAnalysis]
     skipped: dict[str, str]  # tensor → why it is no matrix of weights
     options: Options
+    notes: tuple[str, ...] = ()  # on how the weights were read: wrappers taken off, adapters that are not in them
 
     @property
     def verdict(self) -> str:
@@ -63,31 +64,39 @@ class Analysis:
             "verdict": self.verdict,
             "matrices": [row.to_json() for row in self.rows],
             "skipped": self.skipped,
+            "notes": list(self.notes),
         }
 
     def table(self, width: int | None = None) -> str:
-        """The rows as text, lines no longer than `width` if there is one."""
-        cells = [["matrix", "shape", "null", "KS", "kept", "blocks", "largest", "dormant", "finding"]]
+        """The rows as text, lines no longer than `width` if there is one; experts of a stack share a line."""
+        header = ["matrix", "shape", "null", "KS", "kept", "blocks", "largest", "dormant", "finding"]
+        single = list[list[str]]()
         for row in self.rows:
             shape = f"{row.rows}×{row.cols}" + (f"·{row.matrices}" if row.matrices > 1 else "")
             dormant = f"{row.dormant_rows}+{row.dormant_cols}"
             kept, largest = _percent(row.kept_share), _percent(row.largest_share)
             null = _short(row.null)
-            cells.append(
+            single.append(
                 [row.name, shape, null, f"{row.null_fit:.2f}", kept, str(row.n_blocks), largest, dormant, row.finding]
             )
+        cells = [header]
+        for name, places in by_expert([row.name for row in self.rows]):
+            columns = zip(*(single[place][1:] for place in places), strict=True)
+            cells.append([name, *map(span, columns)])
         lines = text_table(cells, width)
         if width is not None and max(map(len, lines)) > width:  # a narrow terminal: do without the null
             lines = text_table([[*row[:2], *row[4:]] for row in cells], width)
         return "\n".join(lines)
 
     def __repr__(self) -> str:
-        return f"{self.table(terminal_width())}\n\n{self.source}: {self.verdict}"
+        return "\n".join([self.table(terminal_width()), "", f"{self.source}: {self.verdict}", *self.notes])
 
     def _repr_html_(self) -> str:
         from html import escape
 
-        return self.to_pandas().drop(columns=["profile"], errors="ignore").to_html() + f"<p>{escape(self.verdict)}</p>"
+        return self.to_pandas().drop(columns=["profile"], errors="ignore").to_html() + "".join(
+            f"<p>{escape(text)}</p>" for text in (self.verdict, *self.notes)
+        )
 
 
 @suggest_keywords
@@ -172,7 +181,8 @@ def analyze_with(
                 store.add(row)
                 bar.set_postfix_str(row.name[-30:], refresh=False)
                 bar.update()
-        return Analysis(checkpoint.source, [store.rows[layer.name] for layer in wanted], skipped, options)
+        rows = [store.rows[layer.name] for layer in wanted]
+        return Analysis(checkpoint.source, rows, skipped, options, checkpoint.notes)
 
 
 def _check(options: Options, engine: str) -> None:

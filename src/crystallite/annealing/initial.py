@@ -168,6 +168,10 @@ def _initial(root: nn.Module, prefix: str, module: nn.Module, name: str, weight:
         return Normal(1.0)
     if isinstance(module, nn.MultiheadAttention):
         return xavier_uniform(weight.shape[1], weight.shape[0])
+    outer, _, last = prefix.rpartition(".")
+    fans = getattr(root.get_submodule(outer), "xavier_fans", {}) if prefix else {}
+    if last in fans:  # a layer that was a part of an attention's weight
+        return xavier_uniform(*fans[last])
     # torch.nn.init counts dimension 1 as inputs everywhere, also for transposed convolutions; Bilinear does the same
     fan_in = weight.shape[1] if isinstance(module, nn.Bilinear) else weight[0].numel()
     return kaiming_uniform(fan_in, math.sqrt(5))

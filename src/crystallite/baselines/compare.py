@@ -27,6 +27,7 @@ from crystallite.data.calibration import Calibration
 from crystallite.data.outputs import main_output, tensors
 from crystallite.graph.neuron_groups import NeuronGroup
 from crystallite.graph.trace import Untraceable
+from crystallite.models.preparing import prepared
 from crystallite.validation.comparison import RunningComparison
 from crystallite.validation.cost import count_macs
 from crystallite.validation.metrics import Metric, RunningMetric, as_metric
@@ -122,6 +123,7 @@ def compare(
     chosen = list(METHODS if methods is None else methods)
     for name in chosen:
         check_choice("methods", name, list(METHODS))
+    model, small = prepared(model)[0], prepared(small)[0]
     judged = list(batches(data))
     measure = _measure(metric, judged[0])
     dense, small = copy.deepcopy(model).eval(), copy.deepcopy(small).eval()

@@ -13,6 +13,7 @@ from torch.utils import _pytree as trees
 
 from crystallite.data.batch import Batch
 from crystallite.export.onnx import export
+from crystallite.export.tracing import as_function
 
 __all__ = ["InOnnxRuntime"]
 
@@ -40,7 +41,8 @@ class InOnnxRuntime(nn.Module):
             self.session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
         self.names = [each.name for each in self.session.get_inputs()]
         self.signature = inspect.signature(model.forward)
-        leaves, self.structure = trees.tree_flatten(batch.without_target().run(model))
+        without_caches, _ = as_function(model)
+        leaves, self.structure = trees.tree_flatten(batch.without_target().run(without_caches))
         self.leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
     def forward(self, *positional: Any, **named: Any) -> Any:

@@ -24,7 +24,7 @@ def find_removable(model: nn.Module, names: Collection[str], batch: Batch) -> li
 
     >>> net = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 2))
     >>> find_removable(net, {"0", "2"}, Batch(0, 2, (torch.ones(2, 2),)))
-    [NeuronGroup(size=8, writers=('0',), readers=('2',), heads=0, width=1, norms=())]
+    [NeuronGroup(size=8, writers=('0',), readers=('2',), heads=0, width=1, passed=(), embedded=False)]
     """
     found: list[NeuronGroup] = []
     for group in find_neuron_groups(model, names, batch):

@@ -14,6 +14,8 @@ from crystallite.baselines.layers import largest
 from crystallite.compression.recurrent import expand_recurrent
 from crystallite.core.errors import InvalidOption
 from crystallite.data.batch import Batch
+from crystallite.models.layers import plain_layer
+from crystallite.models.swap import put_everywhere_
 from crystallite.operators.linear import BlockLinear
 from crystallite.operators.low_rank import LowRankConv, LowRankLinear
 from crystallite.validation.cost import count_macs
@@ -47,8 +49,8 @@ def decomposed(model: nn.Module, names: Sequence[str], batch: Batch, limit: int)
         for name, (left, values, right) in factors.items():
             outputs, inputs = len(left), right.shape[1]
             rank = max(1, int(share * outputs * inputs / (outputs + inputs)))
-            layer = _low_rank(small.get_submodule(name), right[:rank], left[:, :rank] * values[:rank])
-            small.set_submodule(name, layer)
+            layer = _low_rank(plain_layer(small.get_submodule(name)), right[:rank], left[:, :rank] * values[:rank])
+            small = put_everywhere_(small, name, layer)
         return small
 
     return largest(made, batch, limit)
@@ -105,5 +107,5 @@ def _in_blocks(model: nn.Module, names: Sequence[str], blocks: int, seed: int) -
         old: Any = small.get_submodule(name)
         rows, columns = (rng.permutation(size) % blocks for size in old.weight.shape)
         cells = [(np.flatnonzero(rows == block), np.flatnonzero(columns == block)) for block in range(blocks)]
-        small.set_submodule(name, BlockLinear.from_blocks(old.weight.detach(), old.bias, cells))
+        small = put_everywhere_(small, name, BlockLinear.from_blocks(old.weight.detach(), old.bias, cells))
     return small

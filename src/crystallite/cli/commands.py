@@ -198,6 +198,8 @@ _EXPORT = Command(
         Option("out", "file to write; must not exist", Path, metavar="FILE.onnx", takes="argument", own=True,
                must_be="new"),
         DATA,
+        Option("past", "write one step of a decoder's generation: keys and values of past tokens go in, those of all "
+               "come out", takes="nothing", default=False),
         Option("int8", "store the weights of linear layers as 8-bit integers", takes="nothing", default=False),
         Option("max_deviation", "largest relative deviation that 8-bit weights may cause", float, 0.1,
                needs="--int8"),
@@ -211,6 +213,7 @@ _EXPORT = Command(
     example=f"""\
   crystallite export small small.onnx --data inputs.npz
   crystallite export small small.onnx --data tokens.safetensors --int8
+  crystallite export ./my-decoder step.onnx --data tokens.safetensors --past
 
 {DATA_NOTE}
 ONNX Runtime and the model run on the data, and the file is written only if they agree: to rounding, or with --int8

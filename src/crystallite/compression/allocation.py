@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from torch import Tensor
+
 from crystallite.compression.operator_specs import OperatorSpec
 from crystallite.core.errors import InvalidOption
 from crystallite.graph.neuron_groups import NeuronGroup
@@ -19,7 +21,7 @@ class LayerCurve:
 
     size: tuple[int, int]  # outputs, inputs
     options: tuple[tuple[OperatorSpec, float], ...]  # the first is dense and adds none
-    call_counts: int = 1  # of its weight in a call of the model, in proportion to other layers
+    call_counts: float = 1  # of its weight in a call of the model, in proportion to other layers
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,8 @@ class NeuronCurve:
 
     group: NeuronGroup
     options: tuple[tuple[int, float], ...]  # the first keeps all
+    each: float = 0.0  # what a neuron costs between its layers: a kernel of its own
+    order: Tensor | None = None  # in which neurons are kept, where no reader is fitted without the others
 
 
 Price = Callable[[str, OperatorSpec, int, int], float]  # of a layer with so many outputs and inputs left
@@ -40,56 +44,80 @@ class Allocation:
     layers: Mapping[str, LayerCurve]
     neurons: Sequence[NeuronCurve]
     price: Price
+    rest: float = 0.0  # what all else costs, which stays as it is
     chosen: dict[str | int, int] = field(default_factory=dict)  # layer or number of the neurons → option
+
+    def __post_init__(self) -> None:
+        self._around: dict[str, list[int]] = {}  # layer → the groups that it writes or reads
+        for number, curve in enumerate(self.neurons):
+            for name in curve.group.layers:
+                self._around.setdefault(name, []).append(number)
 
     def spec(self, layer: str) -> OperatorSpec:
         return self.layers[layer].options[self.chosen.get(layer, 0)][0]
 
-    def kept(self, reader: str) -> int | None:
-        """How many of the neurons that a layer reads are kept, None where all are."""
-        for number, curve in enumerate(self.neurons):
-            if curve.group.reader == reader and self.chosen.get(number, 0):
-                return curve.options[self.chosen[number]][0]
+    def left(self, number: int) -> int:
+        """How many neurons of a group are left."""
+        return self.neurons[number].options[self.chosen.get(number, 0)][0]
+
+    def read_by(self, reader: str) -> tuple[NeuronGroup, int] | None:
+        """The neurons that a layer reads and how many of them are left, None where all are."""
+        for number in self._around.get(reader, ()):
+            group = self.neurons[number].group
+            if reader in group.readers and self.left(number) < group.size:
+                return group, self.left(number)
         return None
 
-    def width(self, reader: str) -> int:
-        """Inputs of a layer for each of the neurons that it reads."""
-        return next((curve.group.width for curve in self.neurons if curve.group.reader == reader), 1)
+    def compared(self) -> list[tuple[NeuronGroup, Tensor]]:
+        """Numbers in which queries and keys are compared, where some go, and those that are left."""
+        return [
+            (curve.group, curve.order[: self.left(number)])
+            for number, curve in enumerate(self.neurons)
+            if curve.order is not None and self.left(number) < curve.group.size
+        ]
 
     @property
     def cost(self) -> float:
-        return sum(self._cost(name) for name in self.layers)
+        """Of the whole model."""
+        between = sum(self.left(number) * curve.each for number, curve in enumerate(self.neurons))
+        return self.rest + between + sum(self._cost(name) for name in self.layers)
 
     @property
     def dense_cost(self) -> float:
-        return sum(self.price(name, OperatorSpec(), *curve.size) for name, curve in self.layers.items())
+        """Of the whole model as it was."""
+        between = sum(curve.group.size * curve.each for curve in self.neurons)
+        layers = sum(self.price(name, OperatorSpec(), *curve.size) for name, curve in self.layers.items())
+        return self.rest + between + layers
 
     def _cost(self, name: str) -> float:
         outputs, inputs = self.layers[name].size
-        for number, curve in enumerate(self.neurons):
-            left = curve.options[self.chosen.get(number, 0)][0]
-            outputs = left if name in curve.group.writers else outputs
-            inputs = left * curve.group.width if name == curve.group.reader else inputs
+        for number in self._around.get(name, ()):
+            group = self.neurons[number].group
+            gone = group.size - self.left(number)
+            outputs -= gone * group.outputs(name) if name in group.writers else 0
+            inputs -= gone * group.width if name in group.readers else 0
         return self.price(name, self.spec(name), outputs, inputs)
+
+    def _cost_around(self, key: str | int) -> float:
+        """Of the layers that a choice changes, and of what lies between them."""
+        if isinstance(key, str):
+            return self._cost(key)
+        curve = self.neurons[key]
+        return self.left(key) * curve.each + sum(map(self._cost, curve.group.layers))
 
     def _options(self, key: str | int) -> Sequence[tuple[object, float]]:
         return self.layers[key].options if isinstance(key, str) else self.neurons[key].options
-
-    def _touched(self, key: str | int) -> Sequence[str]:
-        if isinstance(key, str):
-            return [key]
-        return list(self.neurons[key].group.layers)
 
     def moves(self) -> list[tuple[float, float, str | int, int]]:
         """Every single change of a choice: how much output error it adds, what it saves, and what it changes."""
         found = []
         for key in [*self.layers, *range(len(self.neurons))]:
             here, options = self.chosen.get(key, 0), self._options(key)
-            before = sum(map(self._cost, self._touched(key)))
+            before = self._cost_around(key)
             for place, (_, output_error) in enumerate(options):
                 if place != here:
                     self.chosen[key] = place
-                    saved = before - sum(map(self._cost, self._touched(key)))
+                    saved = before - self._cost_around(key)
                     found.append((output_error - options[here][1], saved, key, place))
             self.chosen[key] = here
         return found
@@ -106,27 +134,33 @@ def parameters(layers: Mapping[str, LayerCurve]) -> Price:
 
 
 def allocate(
-    layers: Mapping[str, LayerCurve], neurons: Sequence[NeuronCurve], budget: float, price: Price | None = None
+    layers: Mapping[str, LayerCurve],
+    neurons: Sequence[NeuronCurve],
+    budget: float,
+    price: Price | None = None,
+    rest: float = 0.0,
 ) -> Allocation:
-    """The choices that add least output error and leave at most this share of what the layers cost.
+    """The choices that add least output error and leave at most this share of what the model costs.
 
-    price: of a layer; None: its multiply-adds. Greedy: always the change that adds least error for what it saves; at
-    the end, what the last change saved too much is given back where it helps most. Sensitive layers, whose error is
-    large, stay dense by themselves.
+    price: of a layer; None: its multiply-adds. rest: what all costs that stays as it is. Greedy: always the change that
+    adds least error for what it saves; at the end, what the last change saved too much is given back where it helps
+    most. Sensitive layers, whose error is large, stay dense by themselves.
 
     >>> even = LayerCurve((8, 8), ((OperatorSpec(), 0.0), (OperatorSpec(rank=2), 1.0)))
     >>> fragile = LayerCurve((8, 8), ((OperatorSpec(), 0.0), (OperatorSpec(rank=2), 9.0)))
     >>> found = allocate({"a": even, "b": fragile}, [], 0.8)
     >>> str(found.spec("a")), str(found.spec("b")), found.cost
-    ('rank 2', 'dense', 96)
+    ('rank 2', 'dense', 96.0)
     """
-    found = Allocation(layers, neurons, multiply_adds(layers) if price is None else price)
+    found = Allocation(layers, neurons, multiply_adds(layers) if price is None else price, rest)
     limit = budget * found.dense_cost
     while found.cost > limit:
         moves = [move for move in found.moves() if move[1] > 0]
         if not moves:
+            fixed = f"; {rest / found.dense_cost:.0%} of the cost lies in what stays as it is" if rest else ""
             raise InvalidOption(
-                f"budget {budget:g} is below the smallest that can be reached here, {found.cost / found.dense_cost:.3f}"
+                f"budget {budget:g} is below the smallest that can be reached here, "
+                f"{found.cost / found.dense_cost:.3f}{fixed}"
             )
         _, _, key, place = min(moves, key=lambda move: (max(move[0], 0.0) / move[1], move[0], -move[1]))
         found.chosen[key] = place

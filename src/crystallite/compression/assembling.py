@@ -16,7 +16,7 @@ from crystallite.compression.pruning import eliminate
 from crystallite.compression.sequential import fitted_operator
 from crystallite.compression.session import Session
 from crystallite.graph.neuron_groups import NeuronGroup
-from crystallite.models.layers import Unit
+from crystallite.models.layers import Unit, plain_layer
 from crystallite.models.record import OperatorKind, OperatorRecord
 from crystallite.models.swap import replace_
 from crystallite.operators.conv import Convolution
@@ -40,17 +40,30 @@ def unfit(unit: Unit, in_blocks: bool) -> str:
     return f"no smaller operator is fitted to a {kind}"
 
 
+Kept = tuple[NeuronGroup, Tensor]  # and the neurons that are left
+
+
 class Chooser:
     """Gives each layer the form that was allocated to it."""
 
     def __init__(self, session: Session, allocation: Allocation) -> None:
         self.session, self.allocation = session, allocation
+        self.compared = allocation.compared()
 
     def __call__(self, name: str, regression: Regression, samples: int) -> FittedOperator:
-        left, spec = self.allocation.kept(name), self.allocation.spec(name)
-        if left is None:
+        form = self._fitted(name, regression)
+        for group, left in self.compared:
+            if name in group.writers:
+                form = form.without_outputs(group.lost(name, left).to(form.weight.device))
+        return form
+
+    def _fitted(self, name: str, regression: Regression) -> FittedOperator:
+        read, spec = self.allocation.read_by(name), self.allocation.spec(name)
+        if read is None:
             return fitted_operator(regression, spec)
-        kept, _ = eliminate(regression, [left], self.allocation.width(name))[left]
+        group, count = read
+        neurons, _ = eliminate(regression, [count], group.places)[count]
+        kept = group.read(neurons).to(regression.metric.device)
         inner, inputs, numbers = regression.restricted(kept), len(regression.metric), kept.cpu().numpy()
         place = np.full(inputs, -1)
         place[numbers] = np.arange(len(kept))
@@ -63,6 +76,7 @@ class Chooser:
             weight=_spread(form.weight, kept, inputs),
             down=None if form.down is None else _spread(form.down, kept, inputs),
             kept=kept,
+            neurons=(group, neurons),
         )
 
 
@@ -74,27 +88,30 @@ def _spread(matrix: Tensor, columns: Tensor, size: int) -> Tensor:
 
 
 def assembled(
-    model: nn.Module, session: Session, operators: Mapping[str, FittedOperator], groups: Sequence[NeuronGroup]
+    model: nn.Module, session: Session, operators: Mapping[str, FittedOperator], compared: Sequence[Kept]
 ) -> tuple[nn.Module, dict[str, tuple[int, int]]]:
-    """The model, in place, with an operator for each form, and how many outputs and inputs of each layer are left."""
-    rows: dict[str, Tensor] = {}
-    for group in groups:
-        kept = operators[group.reader].kept
-        if kept is not None:
-            neurons = kept[:: group.width] // group.width
-            rows |= dict.fromkeys(group.writers, neurons)
-            for name in group.norms:
-                model = replace_(model, name, _smaller_norm(model.get_submodule(name), neurons))
-    embedded = {name for group in groups if group.heads for name in group.layers}
+    """The model, in place, with an operator for each form, and how many outputs and inputs of each layer are left.
+
+    compared: numbers of queries and keys that are left.
+    """
+    gone: dict[str, Tensor] = {}
+    embedded: set[str] = set()
+    for group, neurons in [*compared, *(form.neurons for form in operators.values() if form.neurons is not None)]:
+        for writer in group.writers:
+            rows = group.lost(writer, neurons)
+            gone[writer] = torch.cat([gone[writer], rows]) if writer in gone else rows
+        embedded |= {*group.layers} if group.embedded else set()
+        if not group.embedded:
+            for name in group.passed:
+                model = replace_(model, name, _smaller(model.get_submodule(name), neurons.sort().values))
     left = {}
     for name, unit in session.units.items():
         form, size = operators[name], matrix_of(unit.module).shape
-        outputs, inputs = (
-            torch.arange(count) if kept is None else kept
-            for count, kept in zip(size, (rows.get(name), form.kept), strict=True)
-        )
+        outputs = torch.arange(size[0])
+        outputs = outputs[~torch.isin(outputs, gone[name])] if name in gone else outputs
+        inputs = torch.arange(size[1]) if form.kept is None else form.kept.cpu()
         left[name] = (len(outputs), len(inputs))
-        old = model.get_submodule(name)
+        old = plain_layer(model.get_submodule(name))
         if (form.spec.rank or form.spec.blocks) or left[name] != size:
             model = replace_(model, name, form.build(outputs, inputs, old, name in embedded))
         else:
@@ -102,10 +119,16 @@ def assembled(
     return model, left
 
 
-def _smaller_norm(norm: Any, kept: Tensor) -> nn.Module:
-    """A batch norm of some of the channels."""
-    found = type(norm)(len(kept), norm.eps, norm.momentum, norm.affine, norm.track_running_stats)
-    for name, value in norm.state_dict().items():
+def _smaller(module: Any, kept: Tensor) -> nn.Module:
+    """A batch norm, or a convolution of each channel by itself, of some of the channels."""
+    if isinstance(module, Convolution):
+        found = type(module)(
+            len(kept), len(kept), module.kernel_size, module.stride, module.padding, module.dilation,  # type: ignore[arg-type]
+            len(kept), module.bias is not None, module.padding_mode, module.weight.device, module.weight.dtype,
+        )  # fmt: skip
+    else:
+        found = type(module)(len(kept), module.eps, module.momentum, module.affine, module.track_running_stats)
+    for name, value in module.state_dict().items():
         getattr(found, name).data = value[kept.to(value.device)].clone() if value.ndim else value.clone()
     return found
 
@@ -128,6 +151,7 @@ def operator_records(
                 part=_product_name(name, len(parts)),
                 reason="fitted again" if kind == "dense" else "",
                 error=form.error,
+                repairs=form.repairs,
             )
         )
     return tuple(records)

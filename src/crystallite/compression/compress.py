@@ -2,61 +2,27 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from torch import nn
 
-from crystallite.compression.allocation import LayerCurve, NeuronCurve, Price, allocate, parameters
-from crystallite.compression.assembling import Chooser, assembled, operator_records, sensitive, size_of, unfit
 from crystallite.compression.guarantee import cheapest, check_tolerance, sample_losses, set_aside
-from crystallite.compression.int8_latency import Int8Latency
-from crystallite.compression.joint import fit_jointly
-from crystallite.compression.latency import Latency
-from crystallite.compression.operator_specs import FittedOperator, OperatorSpec
-from crystallite.compression.partitions import best_cells
-from crystallite.compression.polish import polish_
-from crystallite.compression.probing import probe
-from crystallite.compression.pruning import find_prunable
-from crystallite.compression.recurrent import ExpandedLayer, collapse_recurrent, expand_recurrent, inner_units
-from crystallite.compression.sequential import fit_layers_, fitted_operator
-from crystallite.compression.session import Session
+from crystallite.compression.model_fit import ModelFit, change_options_
 from crystallite.core.errors import InvalidOption
 from crystallite.core.suggest import check_choice, suggest_keywords
-from crystallite.data.batch import check_repeatable, evaluating
+from crystallite.data.batch import evaluating
 from crystallite.data.calibration import Calibration
-from crystallite.data.outputs import equal_up_to_rounding, tensors
-from crystallite.graph.neuron_groups import NeuronGroup
-from crystallite.graph.trace import Untraceable
-from crystallite.models.layers import Unit, change, find_units, left_alone
-from crystallite.models.manifest import source_sha256
-from crystallite.models.record import (
-    CompressedOptions,
-    LayerChange,
-    OperatorRecord,
-    Record,
-    find_record,
-    record,
-    set_record_,
-)
+from crystallite.models.composites import collapse_
+from crystallite.models.preparing import note_preparation_, prepared
 from crystallite.models.transformers_folder import write_config
-from crystallite.reorganization.blocks import in_blocks
-from crystallite.statistics.checkpoints import Checkpoints
-from crystallite.statistics.layer_io import call_counts, set_layer_
-from crystallite.statistics.observer import ForwardPlan
-from crystallite.statistics.output_error import mean_output_error
-from crystallite.statistics.regression import Regression
 
 __all__ = ["compress"]
 
 OBJECTIVES = ("macs", "parameters", "latency", "int8")
-_LESS = 0.995  # of the share allotted before, where the result was above the budget
 
 
 @suggest_keywords
@@ -82,15 +48,17 @@ def compress(
     """A copy of the model whose layers are smaller operators that compute nearly the same.
 
     Error is measured on everything the model returns: wrap a model of which only a part is used, so that it returns
-    that part alone. `cx.summary` says what each layer became and its held-out error. Other kinds of layers, tied
-    weights and layers that run several times in a call are left alone, and the summary says why.
+    that part alone. `cx.summary` says what each layer became and its held-out error. Other kinds of layers and tied
+    weights are left alone, and the summary says why; a layer that runs several times in a call is fitted on all that
+    it reads.
 
     Args:
         model: the model; it is not changed.
-        budget: the share of the layers' multiply-adds to keep, between 0 and 1, counted as often as a weight is used: a
-            convolution's at every place. Each linear layer, convolution or recurrent network becomes what does least
-            damage: fewer hidden neurons or channels, two layers of low rank, blocks, or it stays dense; all are
-            ordinary small layers wherever possible. How much of a layer can go is judged by held-out samples.
+        budget: the share of the whole model's multiply-adds with weights to keep, between 0 and 1, counted as often as
+            a weight is used: a convolution's at every place. Layers that are left alone count too. Each linear layer,
+            convolution or recurrent network becomes what does least damage: fewer hidden neurons or channels, fewer
+            numbers in attention heads, two layers of low rank, blocks, or it stays dense; all are ordinary small layers
+            wherever possible. How much of a layer can go is judged by held-out samples.
         blocks: instead of a budget, every linear layer as this many independent blocks.
         joint: with `blocks`, one partition through consecutive layers, so that they split into subnetworks.
         tolerance: instead of a budget, the cheapest one whose risk is at most this on data like the calibration data;
@@ -118,7 +86,7 @@ def compress(
 
     Raises:
         InvalidOption: an option outside the values it may take, options that do not go together, a pattern that matches
-            no layer, or a tolerance that cannot be shown.
+            no layer, a budget that cannot be reached, or a tolerance that cannot be shown.
 
     Examples:
         >>> import torch
@@ -137,14 +105,17 @@ def compress(
         >>> torch.allclose(small(x), model(x), atol=1e-4)
         True
     """
-    _check(model, budget, blocks, joint, tolerance, objective, ridge, polish_steps, checkpoint)
+    _check(budget, blocks, joint, tolerance, objective, ridge, polish_steps, checkpoint)
+    model, notes = prepared(model, dense=True)
     if tolerance is not None:
         check_tolerance(tolerance, confidence, risk)
     widest = max((p[0].numel() for p in model.parameters() if p.ndim > 1), default=1)
     data, aside = Calibration.read(calibration, widest, polish_steps > 0), ()
     if tolerance is not None:
         data, aside = set_aside(data, seed)  # type: ignore[assignment]
-    work = _Fitting.of(model, data, ridge, seed, targets, ignore, blocks is not None, objective, progress)
+    work = ModelFit.of(model, data, ridge, seed, targets, ignore, blocks is not None, objective, progress)
+    if blocks is None:
+        work.cost.check(budget)
 
     def polished(result: nn.Module, name: str) -> nn.Module:
         if polish_steps:
@@ -167,19 +138,17 @@ def compress(
                 return sample_losses(made, work.session.dense, aside, risk)
 
         result, guarantee = cheapest(candidate, losses, tolerance, confidence, risk)
-        _change_options_(result, guarantee=guarantee)
+        change_options_(result, guarantee=guarantee)
+    result = collapse_(result)
+    note_preparation_(result, notes)
     write_config(result, model)
     return result
 
 
 def _check(
-    model: nn.Module, budget: float | None, blocks: int | None, joint: bool, tolerance: float | None, objective: str,
-    ridge: float, polish_steps: int, checkpoint: Any,
+    budget: float | None, blocks: int | None, joint: bool, tolerance: float | None, objective: str, ridge: float,
+    polish_steps: int, checkpoint: Any,
 ) -> None:  # fmt: skip
-    if not isinstance(model, nn.Module):
-        raise InvalidOption(f"expected an nn.Module, got {type(model).__name__}")
-    if hasattr(model, "reorganization"):
-        raise InvalidOption("this model is reorganized already; pass the original")
     given = {"budget": budget, "blocks": blocks, "tolerance": tolerance}
     if sum(value is not None for value in given.values()) != 1:
         came = ", ".join(f"{name}={value}" for name, value in given.items() if value is not None) or "none of them"
@@ -199,214 +168,3 @@ def _check(
         raise InvalidOption(f"polish_steps: expected an integer of at least 0, got {polish_steps!r}")
     if checkpoint is not None and not polish_steps:
         raise InvalidOption("checkpoint= keeps the state of polishing: pass polish_steps= too")
-
-
-@dataclass(frozen=True)
-class _Fitting:
-    """A model ready to be fitted, once or for several budgets: its layers and data are known."""
-
-    model: nn.Module
-    session: Session
-    units: dict[str, Unit]  # all layers, also those that are left alone, in the order of the model
-    parts: dict[str, list[str]]  # the layers of the session that a layer consists of: itself, or a recurrent one's
-    objective: str  # of OBJECTIVES
-    progress: bool
-
-    @classmethod
-    def of(
-        cls, model: nn.Module, data: Calibration, ridge: float, seed: int, targets: str | Sequence[str],
-        ignore: str | Sequence[str], in_blocks: bool, objective: str, progress: bool,
-    ) -> _Fitting:  # fmt: skip
-        targets, ignore = ([p] if isinstance(p, str) else list(p) for p in (targets, ignore))
-        dense = copy.deepcopy(model).eval()
-        units = {unit.name: unit for unit in find_units(dense, targets, ignore)}
-        units = {name: replace(unit, reason=unit.reason or unfit(unit, in_blocks)) for name, unit in units.items()}
-        if all(unit.reason for unit in units.values()):
-            raise InvalidOption(f"no layer that can be fitted matches targets {targets} and ignore {ignore}")
-        check_repeatable(dense, data.fitted[0].first(8), "the model")
-        example = data.fitted[0].first(2)
-        names = [name for name, unit in units.items() if not unit.reason]
-        plan = ForwardPlan.of(dense, names, example)
-        reasons = dict.fromkeys(plan.reused, "it runs several times in a call")
-        reasons |= dict.fromkeys(plan.unused, "it does not run on the calibration data")
-        units = {name: replace(unit, reason=unit.reason or reasons.get(name, "")) for name, unit in units.items()}
-        usable = {name: unit for name, unit in units.items() if not unit.reason}
-        if not usable:
-            raise InvalidOption(f"no layer can be fitted: {next(iter(reasons.values()))}")
-        counts = call_counts(dense, units, example)
-        dense = expand_recurrent(
-            dense, [name for name, unit in usable.items() if unit.kind == "recurrent"], ExpandedLayer
-        )
-        parts = {name: inner_units(unit, dense) for name, unit in usable.items()}
-        inner = {part.name: part for some in parts.values() for part in some}
-        counts |= {part.name: counts[name] for name, some in parts.items() for part in some}
-        uncut = {part.name for name, some in parts.items() if usable[name].kind == "recurrent" for part in some}
-        plan = ForwardPlan.of(dense, list(inner), example)
-        session = Session(dense, inner, data, plan, ridge, seed, counts, uncut)
-        named = {name: [part.name for part in some] for name, some in parts.items()}
-        return cls(model, session, units, named, objective, progress)
-
-    @cached_property
-    def groups(self) -> tuple[list[NeuronGroup], str]:
-        """Neurons that may go, and why there are none where the model cannot be followed."""
-        try:
-            example = self.session.data.fitted[0].first(2)
-            return find_prunable(copy.deepcopy(self.model).eval(), self.session.units, example), ""
-        except Untraceable as error:
-            return [], str(error)
-
-    @cached_property
-    def curves(self) -> tuple[dict[str, LayerCurve], list[NeuronCurve]]:
-        """Output error over size, probed once for all budgets."""
-        return probe(self.session, self.groups[0], self.progress)
-
-    @cached_property
-    def price(self) -> Price | None:
-        """What the budget counts; None: multiply-adds."""
-        if self.objective in ("latency", "int8"):
-            return (Latency if self.objective == "latency" else Int8Latency)(self.session, self.groups[0])
-        return parameters(self.curves[0]) if self.objective == "parameters" else None
-
-    def reaches(self, budget: float) -> bool:
-        """Whether the layers can be made so small."""
-        try:
-            allocate(*self.curves, budget, self.price)
-        except InvalidOption:
-            return False
-        return True
-
-    def in_budget(self, budget: float) -> nn.Module:
-        """The model within a budget.
-
-        What blocks cost depends on which of their neurons go, which is known when the layers are fitted: where the
-        result is above the budget, it is fitted again to a little less.
-        """
-        allotted = budget
-        while True:
-            result = self._fitted(allotted, budget)
-            share = self._share(result)
-            if share <= budget:
-                return result
-            allotted *= min(budget / share, _LESS)
-
-    def _share(self, result: nn.Module) -> float:
-        """Of the dense layers' cost, as far as it can be counted; time is what was measured when it was allotted."""
-        if self.objective not in ("macs", "parameters"):
-            return 0.0
-        before = after = 0.0
-        for each in record(result).changes:
-            if each.name in self.parts:
-                calls = (self.session.call_counts.get(each.name) or 1) if self.objective == "parameters" else 1
-                before, after = before + each.macs_before / calls, after + each.macs_after / calls
-        return after / before
-
-    def _fitted(self, allotted: float, budget: float) -> nn.Module:
-        """The model with layers of the sizes that a budget allots; budget: what was asked for."""
-        session, (groups, untraced) = self.session, self.groups
-        allocation = allocate(*self.curves, allotted, self.price)
-        student = copy.deepcopy(session.dense)
-        operators = fit_layers_(session, student, Chooser(session, allocation), self.progress)
-        recurrent = [name for name in self.parts if self.units[name].kind == "recurrent"]
-        result, changes = expand_recurrent(copy.deepcopy(self.model), recurrent), {}
-        result, left = assembled(result, session, operators, groups)
-        for name, parts in self.parts.items():
-            if name in recurrent:
-                result = collapse_recurrent(result, name)
-            became = operator_records({part: (operators[part], left[part]) for part in parts}, session)
-            changes[name] = self._change(name, became, result.get_submodule(name))
-        _check_equal(result, student, session)
-        asked = {"budget": budget, "objective": self.objective}
-        return self._recorded(result, changes, **asked, sensitive=sensitive(allocation), neurons_kept=untraced)
-
-    def _change(self, name: str, became: Sequence[OperatorRecord], module: nn.Module) -> LayerChange:
-        """What became of a layer; multiply-adds count as often as its weight is used."""
-        unit, macs = self.units[name], sum(p.numel() for p in module.parameters() if p.ndim > 1)
-        found = change(unit, *became, macs=macs, parameters=size_of(module), share=macs / unit.macs)
-        calls = self.session.call_counts.get(name) or 1
-        return replace(found, macs_before=found.macs_before * calls, macs_after=found.macs_after * calls)
-
-    def in_blocks(self, blocks: int, joint: bool) -> nn.Module:
-        """The model in blocks."""
-        session = self.session
-        arguments = session.data.fitted[0].first(2).arguments
-        if joint:
-            operators = fit_jointly(session, blocks, arguments, self.progress)
-        else:
-
-            def choose(name: str, regression: Regression, samples: int) -> FittedOperator:
-                outputs, inputs = regression.weight.shape
-                if min(outputs, inputs) < blocks or regression.constant:
-                    return fitted_operator(regression, OperatorSpec())
-                session.check_samples(name, -(-inputs // blocks), samples)
-                return fitted_operator(regression, OperatorSpec(0, best_cells(regression, blocks, session.seed)))
-
-            operators = fit_layers_(session, copy.deepcopy(session.dense), choose, self.progress)
-        student = copy.deepcopy(self.model)
-        for name, form in operators.items():
-            set_layer_(student.get_submodule(name), form.weight, form.bias)
-        cut = [name for name, form in operators.items() if form.spec.blocks]
-        if not cut:
-            raise InvalidOption(f"no layer has the {blocks} outputs and inputs that {blocks} blocks need")
-        result = in_blocks(student, cut, arguments)
-        changes = {
-            c.name: replace(c, operators=tuple(replace(o, error=operators[c.name].error) for o in c.operators))
-            for c in record(result).changes
-        }
-        for name, unit in session.units.items():
-            if name not in changes:
-                size = (unit.matrix.shape[0], unit.matrix.shape[1])
-                became: Sequence[OperatorRecord] = [OperatorRecord("dense", reason="not joined with other layers")]
-                if name in operators:
-                    became = operator_records({name: (operators[name], size)}, session)
-                macs, share = unit.macs, unit.kept_share
-                changes[name] = change(unit, *became, macs=macs, parameters=unit.parameters, share=share)
-        return self._recorded(result, changes, blocks=blocks, joint=joint)
-
-    def _recorded(self, result: nn.Module, changes: dict[str, LayerChange], **asked: Any) -> nn.Module:
-        """The result with a record of what was done to it and what that costs."""
-        session = self.session
-        with evaluating(result):
-            held_out = mean_output_error(result, session.dense, session.data.held_out)
-        for name, unit in self.units.items():
-            if unit.reason:
-                calls = session.call_counts.get(name) or 1
-                changes[name] = replace(left_alone(unit), macs_before=calls * unit.macs, macs_after=calls * unit.macs)
-        options = CompressedOptions(session.ridge, session.seed, held_out, **asked)
-        exact = find_record(result) or Record(options)
-        set_record_(result, replace(exact, options=options, changes=tuple(changes[n] for n in self.units)))
-        return result
-
-    def polish_(self, result: nn.Module, steps: int, folder: Path | None) -> None:
-        """Train the result inside its structure, and say so in its record."""
-        session, options = self.session, vars(record(result).options)
-        checkpoints = None
-        if folder is not None:
-            run_identity = {
-                "model": source_sha256(self.model),
-                "steps": steps,
-                "samples": [b.size for b in (*session.data.all, *session.data.more)],
-            }
-            run_identity |= {name: options[name] for name in ("budget", "blocks", "joint", "ridge", "seed")}
-            run_identity["shapes"] = {name: list(p.shape) for name, p in result.named_parameters()}
-            checkpoints = Checkpoints(folder, run_identity)
-        done = polish_(result, session.dense, self.parts, session.data, steps, session.seed, checkpoints, self.progress)
-        _change_options_(result, polish=done, held_out_error=done.after)
-
-
-def _change_options_(result: nn.Module, **new: Any) -> None:
-    """Give the model a record that says more about how it was compressed."""
-    found = record(result)
-    set_record_(result, replace(found, options=replace(found.options, **new)))
-
-
-def _check_equal(result: nn.Module, student: nn.Module, session: Session) -> None:
-    """The smaller model must compute what the one it was cut from does."""
-    batch = session.data.held_out[0].first(8)
-    with evaluating(result):
-        found, expected = tensors(batch.run(result)), tensors(batch.run(student))
-    for path, value in expected.items():
-        if not equal_up_to_rounding(found[path], value):
-            raise InvalidOption(
-                f"{path}: the smaller model computes something else than its layers were fitted for; something between "
-                "them depends on their size: name the layers around it in ignore="
-            )

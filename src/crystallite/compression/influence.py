@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from crystallite.compression.recurrent import step_by_step
 from crystallite.compression.session import Session
@@ -23,7 +24,7 @@ _SAMPLES = 2048
 _LEAST = 1e-2  # what any direction is taken to matter, as a share of the mean
 
 
-def influence(session: Session) -> dict[str, Tensor]:
+def influence(session: Session, progress: bool = False) -> dict[str, Tensor]:
     """For each layer a matrix L (outputs, outputs): an error e of what it writes adds ‖Lᵀe‖² to the output error.
 
     LLᵀ is the mean of ggᵀ over rows, where g is the gradient of a sum of the model's outputs with random signs: on
@@ -34,7 +35,7 @@ def influence(session: Session) -> dict[str, Tensor]:
     names = [name for name, unit in session.units.items() if _can_be_weighed(unit.module, name in session.uncut)]
     sums: dict[str, Tensor] = {}
     rng, samples = torch.Generator().manual_seed(session.seed), 0
-    for batch in session.data.fitted if names else ():
+    for batch in tqdm(session.data.fitted if names else (), "weighing", disable=not progress):
         if samples >= _SAMPLES:
             break
         samples += batch.size
@@ -75,6 +76,7 @@ def _gradients(model: nn.Module, names: Sequence[str], batch: Batch, rng: torch.
         for value in found.values():
             if value.requires_grad and value.is_floating_point() and value.ndim:
                 rows = value.reshape(-1, value.shape[-1])[real_rows(batch, value.shape[:-1], value.numel(), 0)]
+                rows = _single(rows)
                 signs = torch.randint(2, rows.shape, generator=rng).to(rows) * 2 - 1
                 total = total + (rows * signs).sum() / rows.detach().std().clamp_min(torch.finfo(rows.dtype).tiny)
         asked = [(name, one) for name, some in written.items() for one in some]
@@ -84,5 +86,11 @@ def _gradients(model: nn.Module, names: Sequence[str], batch: Batch, rng: torch.
     result: dict[str, list[Tensor]] = {}
     for (name, _), gradient in zip(asked, gradients, strict=True):
         if gradient is not None:
-            result.setdefault(name, []).append(gradient.reshape(-1, gradient.shape[-1]))
+            rows = _single(gradient.reshape(-1, gradient.shape[-1]))
+            result.setdefault(name, []).append(rows[rows.isfinite().all(1)])  # half precision has few numbers
     return {name: torch.cat(parts) for name, parts in result.items()}
+
+
+def _single(rows: Tensor) -> Tensor:
+    """The same in single precision at least: sums of half precision are no sums."""
+    return rows.float() if rows.dtype.itemsize < 4 else rows

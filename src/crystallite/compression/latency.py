@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -31,12 +32,26 @@ class Latency:
     """
 
     def __init__(self, session: Session, groups: Sequence[NeuronGroup] = ()) -> None:
-        """groups: hidden neurons; layers around attention heads keep their sizes outwards."""
+        """groups: hidden neurons; layers around those that are embedded keep their sizes outwards."""
         self.session, self.known = session, dict[Any, float]()
-        self.embedded = {name for group in groups if group.heads for name in group.layers}
+        self.embedded = {name for group in groups if group.embedded for name in group.layers}
         with watching(session.dense, session.units) as calls:
             session.data.fitted[0].run(session.dense)
-        self.read: dict[str, Tensor] = {name: own[-1].inputs[0] for name, own in calls.items()}
+        nothing = {name: matrix_of(unit.module)[:0] for name, unit in session.units.items()}  # of experts in a list
+        self.read: dict[str, Tensor] = {
+            name: own[-1].inputs[0] if own else nothing[name] for name, own in calls.items()
+        }
+
+    @cached_property
+    def rest(self) -> float:
+        """Seconds that the model takes beside its layers, which stay as they are."""
+        batch, best = self.session.data.fitted[0], math.inf
+        for _ in range(1 + RUNS):
+            start = time.perf_counter()
+            batch.run(self.session.dense)
+            best = min(best, time.perf_counter() - start)
+        sizes = {name: matrix_of(unit.module).shape for name, unit in self.session.units.items()}
+        return max(best - sum(self(name, OperatorSpec(), *size) for name, size in sizes.items()), 0.0)
 
     def __call__(self, name: str, spec: OperatorSpec, outputs: int, inputs: int) -> float:
         """Seconds of a layer that has become this shape and has so many outputs and inputs left."""

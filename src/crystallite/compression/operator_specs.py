@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from crystallite.graph.neuron_groups import NeuronGroup
 from crystallite.operators.conv import Convolution
 from crystallite.operators.linear import BlockLinear
 from crystallite.operators.low_rank import LowRankConv, LowRankLinear
@@ -50,6 +51,13 @@ class FittedOperator:
     up: Tensor | None = None  # (outputs, rank)
     down: Tensor | None = None  # (rank, inputs)
     kept: Tensor | None = None  # inputs that it reads; None: all
+    repairs: bool = False  # it was fitted to what the layers before it lost of a stream, too
+    neurons: tuple[NeuronGroup, Tensor] | None = None  # what these are, and which are left
+
+    def without_outputs(self, rows: Tensor) -> FittedOperator:
+        """The same with nothing at some outputs."""
+        weight, bias = self.weight.index_fill(0, rows, 0), self.bias.index_fill(0, rows, 0)
+        return replace(self, weight=weight, bias=bias, up=None if self.up is None else self.up.index_fill(0, rows, 0))
 
     def build(self, rows: Tensor, columns: Tensor, like: nn.Module, embedded: bool = False) -> nn.Module:
         """The module that computes it for some outputs and from some inputs, with the dtype and bias of another.

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from crystallite.compression.allocation import LayerCurve, NeuronCurve, falling
-from crystallite.compression.heads import order_head_numbers_
+from crystallite.compression.heads import Energy, order_head_numbers_, score_worth
 from crystallite.compression.influence import influence
 from crystallite.compression.operator_specs import OperatorSpec, approximate, low_rank_factors
 from crystallite.compression.pruning import eliminate
 from crystallite.compression.session import LayerGroupMoments, Session
+from crystallite.core.progress import phase
 from crystallite.graph.neuron_groups import NeuronGroup
 from crystallite.operators.conv import Convolution
 from crystallite.statistics.layer_io import matrix_of, set_layer_
@@ -43,11 +44,14 @@ def probe(
     measured once, on held-out samples. Their product is the expected output error. Cost: one run of the model over
     the data, and for each layer a run from it to the end on 64 samples.
     """
-    order_head_numbers_(session, groups)
-    session.output_factors.update(influence(session))
+    with phase("rotating heads", progress):
+        order_head_numbers_(session, groups)
+    session.output_factors.update(influence(session, progress))
     layers: dict[str, LayerCurve] = {}
-    neurons: dict[str, NeuronCurve] = {}
-    readers = {group.reader: group for group in groups}
+    neurons: list[NeuronCurve] = []
+    energies: dict[str, Energy] = {}
+    readers = {group.reader: group for group in groups if group.readers}
+    compared = [group for group in groups if not group.readers]
     probe_data = _Probe(session)
     carry = session.start()
     for segment, layer_groups in enumerate(tqdm(session.plan.segments, "probing", disable=not progress)):
@@ -63,6 +67,8 @@ def probe(
             for name, regression in layer_group.regressions().items():
                 session.check_samples(name, regression.weight.shape[1], layer_group.fitted.samples)
                 size = (regression.weight.shape[0], regression.weight.shape[1])
+                if any(name in group.writers for group in compared):
+                    energies[name] = Energy.of(regression.own, session.units[name].bias, layer_group.fitted)
                 if regression.constant:
                     layers[name] = LayerCurve(size, ((OperatorSpec(), 0.0),), session.call_counts.get(name, 1))
                     continue
@@ -75,9 +81,35 @@ def probe(
                 layers[name] = LayerCurve(size, ((OperatorSpec(), 0.0), *choices), session.call_counts.get(name, 1))
                 if name in readers:
                     curve = _neuron_options(regression, readers[name])
-                    neurons[name] = NeuronCurve(readers[name], tuple((n, sensitivity * error) for n, error in curve))
+                    costs = tuple((n, sensitivity * error) for n, error in curve)
+                    neurons.append(NeuronCurve(readers[name], costs, session.between(readers[name])))
+        for group in [group for group in compared if {*group.writers} <= {*names}]:
+            neurons.append(_score_curve(group, energies, probe_data, segment, carry))
         carry = following
-    return layers, list(neurons.values())
+    return layers, neurons
+
+
+def _score_curve(
+    group: NeuronGroup, energies: Mapping[str, Energy], probe_data: _Probe, segment: int, carry: Sequence[Carry]
+) -> NeuronCurve:
+    """How many of the numbers in which queries and keys are compared may be kept, the most valuable ones first."""
+    worth = score_worth(group, energies)
+    order = worth.argsort(descending=True, stable=True)
+    lost = 1 - worth[order].cumsum(0) / worth.sum().clamp_min(torch.finfo(torch.float64).tiny)
+    options = falling([(group.size, 0.0), *((n, float(lost[n - 1])) for n in _sizes(group.size))])
+    usable = [(n, error) for n, error in options if error > torch.finfo(torch.float32).eps]
+    if not usable:
+        return NeuronCurve(group, tuple(options), order=order)
+    count, error = min(usable, key=lambda option: abs(math.log(option[1] / _PROBED)))
+    dense, changed = probe_data.session.dense, {}
+    for name in group.writers:
+        module = dense.get_submodule(name)
+        gone = group.lost(name, order[:count]).to(matrix_of(module).device)
+        bias = module._parameters.get("bias")
+        weight = matrix_of(module).index_fill(0, gone, 0)
+        changed[name] = weight, weight[:, 0] if bias is None else bias.detach().index_fill(0, gone, 0)
+    sensitivity = probe_data.output_error(changed, segment, carry) / error
+    return NeuronCurve(group, tuple((n, sensitivity * own) for n, own in options), order=order)
 
 
 def _sizes(largest: float, steps: int = _STEPS) -> list[int]:
@@ -108,8 +140,10 @@ def _layer_options(regression: Regression, factors: Factors, own: Tensor | None)
 
 def _neuron_options(regression: Regression, group: NeuronGroup) -> list[tuple[int, float]]:
     """How many neurons may be kept, each with the reader's held-out error; all of them first."""
-    found = eliminate(regression, _sizes(group.size), group.width)
-    errors = ((count, regression.error(weight, kept)) for count, (kept, weight) in found.items())
+    found = eliminate(regression, _sizes(group.size), group.places)
+    errors = (
+        (count, regression.error(weight, group.read(kept).to(weight.device))) for count, (kept, weight) in found.items()
+    )
     return falling([(group.size, 0.0), *errors])
 
 
@@ -142,15 +176,21 @@ class _Probe:
             return 1.0
         spec, error = min(usable, key=lambda option: abs(math.log(option[1] / _PROBED)))
         weight = factors[0][:, : spec.rank] @ factors[1][: spec.rank]
-        module = self.session.dense.get_submodule(name)
-        before = {key: value.detach().clone() for key, value in module.named_parameters()}
-        set_layer_(module, regression.unwhiten(weight), regression.unwhiten(regression.bias(weight)))
-        batches = self.session.data.all
-        found = []
+        changed = regression.unwhiten(weight), regression.unwhiten(regression.bias(weight))
+        return self.output_error({name: changed}, segment, carry) / error
+
+    def output_error(self, changed: Mapping[str, tuple[Tensor, Tensor]], segment: int, carry: Sequence[Carry]) -> float:
+        """Where some layers have other weights (outputs, inputs) and biases."""
+        dense, batches, found = self.session.dense, self.session.data.all, []
+        modules = {name: dense.get_submodule(name) for name in changed}
+        before = {name: {k: v.detach().clone() for k, v in m.named_parameters()} for name, m in modules.items()}
+        for name, (weight, bias) in changed.items():
+            set_layer_(modules[name], weight, bias)
         for n in self.numbers:
-            outputs = outputs_of(self.session.dense, batches[n], self.session.plan, segment, carry[n])
+            outputs = outputs_of(dense, batches[n], self.session.plan, segment, carry[n])
             found.append(float(output_error(outputs, self.expected[n], batches[n])))
         with torch.no_grad():
-            for key, value in module.named_parameters():
-                value.copy_(before[key])
-        return sum(found) / len(found) / error
+            for name, module in modules.items():
+                for key, value in module.named_parameters():
+                    value.copy_(before[name][key])
+        return sum(found) / len(found)

@@ -2,43 +2,168 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import copy
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
+from crystallite.core.errors import CrystalliteError
 from crystallite.data.batch import Batch
-from crystallite.graph.neuron_groups import NeuronGroup, find_neuron_groups
-from crystallite.graph.trials import acts_alone, can_rotate
+from crystallite.graph.attention import Attention
+from crystallite.graph.experts import expert_groups
+from crystallite.graph.neuron_groups import (
+    NeuronGroup,
+    neuron_groups,
+    pairings,
+    score_group,
+    trace_batch,
+    value_group,
+)
+from crystallite.graph.trace import Spaces, Untraceable
+from crystallite.graph.trials import acts_alone, can_remove, can_rotate, compares_alone, is_normed
+from crystallite.models.record import OUTSIDE_EXPERTS
 from crystallite.statistics.regression import Regression
 
-__all__ = ["eliminate", "find_prunable"]
+__all__ = ["Prunable", "eliminate", "find_prunable", "find_prunable_with_experts"]
 
 _PORTION = 1 / 48  # of the neurons that go at once; after each portion all others are fitted again
 
 
-def find_prunable(model: nn.Module, names: Collection[str], batch: Batch) -> list[NeuronGroup]:
-    """The neurons between some layers that each act on their own on one reader, which can then be fitted without them.
+@dataclass(frozen=True)
+class Prunable:
+    """The groups of neurons that may go, and why parts of attention may not."""
 
-    The numbers that attention heads hand on from a value layer to an output layer are such neurons once they have been
-    rotated. Raises `Untraceable` where the model's graph cannot be had.
+    groups: tuple[NeuronGroup, ...] = ()
+    reasons: Mapping[str, str] = field(default_factory=dict)  # layer → why its heads stay as they are
+
+
+def find_prunable(model: nn.Module, names: Collection[str], batch: Batch) -> Prunable:
+    """The neurons between some layers that each act on their own, so that others can be fitted without them.
+
+    Hidden neurons and channels act on one reader, which is then fitted without some of them; so do the numbers that
+    attention heads hand on, once they have been rotated. Those in which queries and keys are compared go without
+    anybody reading them. Raises `Untraceable` where the model's graph cannot be had.
 
     >>> _ = torch.manual_seed(0)
     >>> net = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 8), nn.Softmax(-1), nn.Linear(8, 2))
-    >>> [group.layers for group in find_prunable(net, {"0", "2", "4"}, Batch(0, 9, (torch.randn(9, 2),)))]
+    >>> [group.layers for group in find_prunable(net, {"0", "2", "4"}, Batch(0, 9, (torch.randn(9, 2),))).groups]
     [('0', '2')]
     """
-    groups = find_neuron_groups(model, names, batch)
-    single = [group for group in groups if group.is_aligned and len(group.readers) == 1]
-    return [g for g in single if (can_rotate if g.inside_heads else acts_alone)(model, g, batch)]
+    model, batch = _in_float32(model, batch)
+    spaces = trace_batch(model, batch)
+    hidden = [
+        group
+        for group in neuron_groups(model, spaces).values()
+        if {*group.layers} <= {*names} and group.is_even and len(group.readers) == 1 and not group.heads
+    ]
+    hidden = [group for group in _one_for_each_reader(hidden) if acts_alone(model, group, batch)]
+    if not can_remove(model, hidden, batch):  # some code counts on all of them: which?
+        hidden = [group if can_remove(model, [group], batch) else replace(group, embedded=True) for group in hidden]
+    inside, reasons = _inside_heads(model, spaces, names, batch)
+    return Prunable(_embedded_together([*hidden, *inside]), reasons)
 
 
-def eliminate(regression: Regression, sizes: Sequence[int], width: int = 1) -> dict[int, tuple[Tensor, Tensor]]:
-    """For each size, which inputs of a layer to keep, and the best weight that is zero for all others.
+def find_prunable_with_experts(
+    model: nn.Module, names: Collection[str], routed: Collection[str], batch: Batch
+) -> tuple[Prunable, str]:
+    """The same and the neurons of experts, which no graph of the whole model is needed for; and why it was not had.
 
-    width: inputs after each other that stay or go together, as the places of a channel; sizes count such groups.
-    Backward elimination: those groups go whose removal costs least after all others have been fitted again,
-    tr W_g [M⁻¹]_gg⁻¹ W_gᵀ with M the metric. O(inputs³).
+    routed: layers of experts in lists.
+    """
+    experts = expert_groups(model, names, routed, batch)
+    others = {*names} - {name for group in experts for name in group.layers}
+    try:
+        found = find_prunable(model, others, batch.first(2))
+        return replace(found, groups=(*experts, *found.groups)), ""
+    except Untraceable as error:
+        return Prunable(tuple(experts)), f"{OUTSIDE_EXPERTS * bool(experts)}{error}"
+
+
+def _in_float32(model: nn.Module, batch: Batch) -> tuple[nn.Module, Batch]:
+    """A model in half precision, and its batch, in float32: trials tell equal from nearly equal."""
+    half = {p.dtype for p in model.parameters() if p.is_floating_point()} - {torch.float32, torch.float64}
+    if not half:
+        return model, batch
+    return copy.deepcopy(model).float(), batch.map(lambda value: value.float() if value.dtype in half else value)
+
+
+def _one_for_each_reader(groups: Sequence[NeuronGroup]) -> list[NeuronGroup]:
+    """The largest group that each layer reads: a layer is fitted to one choice of its inputs."""
+    largest = {group.reader: group for group in sorted(groups, key=lambda group: group.size)}
+    return [group for group in groups if largest[group.reader] is group]
+
+
+def _inside_heads(
+    model: nn.Module, spaces: Spaces, names: Collection[str], batch: Batch
+) -> tuple[list[NeuronGroup], dict[str, str]]:
+    """The numbers inside attention heads that may go, and why others may not."""
+    found: list[NeuronGroup] = []
+    reasons: dict[str, str] = {}
+    known: set[tuple[str, ...]] = set()
+    usual: Tensor | None = None
+    for attention in spaces.attentions:
+        layers = attention.layers
+        if layers in known:  # the same layers, called again
+            continue
+        known.add(layers)
+        where = ", ".join(layers) or "an attention"
+        if attention.why_not_values:
+            reasons[f"{where}: values"] = attention.why_not_values
+        values = value_group(model, attention)
+        if values is not None and {*values.layers} <= {*names}:
+            if can_rotate(model, values, batch):
+                found.append(values)
+            else:
+                reasons[f"{where}: values"] = "its heads do more than average over them"
+        if attention.why_not_scores:
+            reasons[f"{where}: queries and keys"] = attention.why_not_scores
+        elif {*layers[:2]} <= {*names}:  # queries and keys
+            try:
+                scores, usual = _scores(model, attention, batch, usual)
+                found.append(scores)
+            except CrystalliteError as reason:
+                reasons[f"{where}: queries and keys"] = str(reason)
+    return found, reasons
+
+
+def _scores(model: nn.Module, attention: Attention, batch: Batch, usual: Tensor | None) -> tuple[NeuronGroup, Tensor]:
+    """What queries and keys are compared in, and how its numbers go together; usual: how they did elsewhere."""
+    assert attention.queries is not None
+    tried = pairings(attention.queries.places.shape[2])
+    if usual is not None and len(usual) == len(tried[0]):
+        tried.insert(0, usual)
+    for place, classes in enumerate(tried):
+        group = score_group(model, attention, classes)
+        if group is None:
+            raise CrystalliteError("they are written by layers of another kind")
+        if not place and is_normed(model, group, batch):
+            raise CrystalliteError("a norm over each head lies between the layers and the scores")
+        if compares_alone(model, group, batch):
+            return group, classes
+    raise CrystalliteError("a norm or a rotation mixes all numbers of a head")
+
+
+def _embedded_together(groups: Sequence[NeuronGroup]) -> tuple[NeuronGroup, ...]:
+    """A layer keeps its sizes outwards on both sides or on none, and so do all groups that meet in it."""
+    found = list(groups)
+    while True:
+        fixed = {name for group in found if group.embedded for name in group.layers}
+        changed = [replace(group, embedded=group.embedded or bool(fixed & {*group.layers})) for group in found]
+        if changed == found:
+            return tuple(found)
+        found = changed
+
+
+def eliminate(
+    regression: Regression, sizes: Sequence[int], places: Tensor | None = None
+) -> dict[int, tuple[Tensor, Tensor]]:
+    """For each size, which neurons that a layer reads to keep, and the best weight that is zero for all others.
+
+    places: (neurons, inputs of each), None: each input is one; inputs that belong to none stay. Backward elimination:
+    those go whose removal costs least after all others have been fitted again, tr W_g [M⁻¹]_gg⁻¹ W_gᵀ with metric M.
+    O(inputs³).
 
     >>> from crystallite.statistics.moments import Moments
     >>> x = torch.randn(99, 3); x[:, 2] = x[:, 0]  # what the third says is known already
@@ -47,38 +172,44 @@ def eliminate(regression: Regression, sizes: Sequence[int], width: int = 1) -> d
     >>> 1 in kept.tolist(), int((weight != 0).sum())
     (True, 2)
     >>> x = torch.randn(99, 6)
-    >>> both = Moments("a"); both.add(x, x[:, 2:4].sum(1, keepdim=True))
-    >>> own = torch.tensor([[0.0, 0, 1, 1, 0, 0]])
-    >>> eliminate(Regression.solve(both, both, own, True, 0.01), [1], width=2)[1][0].tolist()
-    [2, 3]
+    >>> both = Moments("a"); both.add(x, x[:, 1::3].sum(1, keepdim=True))
+    >>> own = torch.tensor([[0.0, 1, 0, 0, 1, 0]])
+    >>> regression = Regression.solve(both, both, own, True, 0.01)
+    >>> eliminate(regression, [1], torch.tensor([[0, 3], [1, 4], [2, 5]]))[1][0].tolist()
+    [1]
     """
-    weight, count = regression.weight, len(regression.metric) // width
-    inverse = torch.cholesky_inverse(torch.linalg.cholesky(regression.metric))
-    alive = torch.arange(count * width, device=inverse.device)
-    places = torch.arange(width, device=inverse.device)
+    inputs, device = len(regression.metric), regression.metric.device
+    places = (torch.arange(inputs)[:, None] if places is None else places).to(device)
+    count, width = places.shape
+    others = torch.ones(inputs, dtype=torch.bool, device=device).index_fill_(0, places.flatten(), False).nonzero()[:, 0]
+    order = torch.cat([places.flatten(), others])  # neurons next to each other, the rest behind them
+    weight = regression.weight[:, order]
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(regression.metric))[order][:, order]
+    alive, each = torch.arange(count, device=device), torch.arange(width, device=device)
     found = dict[int, tuple[Tensor, Tensor]]()
     for size in sorted(set(sizes), reverse=True):
-        while len(alive) > size * width:
-            order = _costs(weight, inverse, width).argsort(stable=True)
-            portion = min(max(1, int(count * _PORTION)), len(order) - size)
-            gone, left = (
-                (some[:, None] * width + places).flatten() for some in (order[:portion], order[portion:].sort().values)
-            )
+        while len(alive) > size:
+            worth = _costs(weight, inverse, len(alive), width).argsort(stable=True)
+            portion = min(max(1, int(count * _PORTION)), len(alive) - size)
+            stay = worth[portion:].sort().values
+            gone, left = ((some[:, None] * width + each).flatten() for some in (worth[:portion], stay))
+            left = torch.cat([left, torch.arange(len(alive) * width, weight.shape[1], device=device)])
             side = torch.linalg.solve(inverse[gone][:, gone], inverse[gone][:, left])  # (gone, left)
             weight = weight[:, left] - weight[:, gone] @ side
             inverse = inverse[left][:, left].addmm_(inverse[left][:, gone], side, alpha=-1)
-            alive = alive[left]
+            alive = alive[stay]
         whole = torch.zeros_like(regression.weight)
-        whole[:, alive] = weight
+        whole[:, torch.cat([places[alive].flatten(), others])] = weight
         found[size] = alive, whole
     return found
 
 
-def _costs(weight: Tensor, inverse: Tensor, width: int) -> Tensor:
-    """What the removal of each group adds to the error."""
+def _costs(weight: Tensor, inverse: Tensor, neurons: int, width: int) -> Tensor:
+    """What the removal of each neuron adds to the error; their inputs come first."""
+    inputs = neurons * width
+    weight, inverse = weight[:, :inputs], inverse[:inputs, :inputs]
     if width == 1:
         return (weight**2).sum(0) / inverse.diagonal()
-    groups = weight.shape[1] // width
-    own = inverse.view(groups, width, groups, width).diagonal(dim1=0, dim2=2).movedim(2, 0)  # (groups, width, width)
-    parts = weight.view(len(weight), groups, width).permute(1, 2, 0)  # (groups, width, outputs)
+    own = inverse.view(neurons, width, neurons, width).diagonal(dim1=0, dim2=2).movedim(2, 0)  # (neurons, width, width)
+    parts = weight.view(len(weight), neurons, width).permute(1, 2, 0)  # (neurons, width, outputs)
     return (torch.linalg.solve(own, parts) * parts).sum((1, 2))

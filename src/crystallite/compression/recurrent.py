@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from crystallite.models.layers import Unit
-from crystallite.models.swap import put_
+from crystallite.models.swap import put_everywhere_
 from crystallite.operators.low_rank_recurrent import LowRankRecurrent, LowRankRecurrentLayer
 from crystallite.operators.recurrent_layer import Steps
 
@@ -88,7 +88,7 @@ def expand_recurrent(
     for name in names:
         module: Any = model.get_submodule(name)
         made = LowRankRecurrent.from_dense(module, layer)
-        model = put_(model, name, made)
+        model = put_everywhere_(model, name, made)
     return model
 
 
@@ -97,7 +97,7 @@ def collapse_recurrent(model: nn.Module, name: str) -> nn.Module:
     module: Any = model.get_submodule(name)
     if any(any(part.ranks) for part in module.parts()):
         return model
-    return put_(model, name, module.to_dense())
+    return put_everywhere_(model, name, module.to_dense())
 
 
 def inner_units(unit: Unit, expanded: nn.Module) -> list[Unit]:

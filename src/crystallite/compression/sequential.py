@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -69,11 +69,15 @@ class _Segment:
             name for name in layer_group if self.targets[0][name][1] is not None
         ]  # to a stream: see what became of it
         until, names = (following, layer_group) if adds else (layer_group[0], ())
+        if {*layer_group} & session.plan.reused:
+            until, names = None, layer_group  # all calls
         for number, (found, _) in enumerate(session.seen(self.model, self.number, self.carry, names, until)):
             wanted = {name: _target(*self.targets[number][name], found.get(name)) for name in layer_group}
-            moments.add(number, found, wanted)
+            # of experts in a list, other positions may arrive than in the dense model: they are fitted to themselves
+            moments.add(number, found, None if session.plan.routed.issuperset(layer_group) else wanted)
         for name, regression in moments.regressions().items():
-            operators[name] = self.choose(name, regression, moments.fitted.samples)
+            chosen = self.choose(name, regression, moments.fitted.samples)
+            operators[name] = replace(chosen, repairs=name in adds)
             set_layer_(self.model.get_submodule(name), operators[name].weight, operators[name].bias)
         return operators
 

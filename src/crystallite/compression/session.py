@@ -11,9 +11,11 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from crystallite.compression.experts import Routes, routing
 from crystallite.core.errors import InvalidOption
 from crystallite.data.calibration import Calibration
 from crystallite.data.positions import real_rows
+from crystallite.graph.neuron_groups import NeuronGroup
 from crystallite.models.layers import Unit
 from crystallite.statistics.layer_io import matrix_of
 from crystallite.statistics.moments import Moments
@@ -35,13 +37,19 @@ class Session:
     plan: ForwardPlan
     ridge: float
     seed: int
-    call_counts: Mapping[str, int] = field(default_factory=dict)  # of each layer's weight in a call, in proportion
+    call_counts: Mapping[str, float] = field(default_factory=dict)  # of each layer's weight in a call, in proportion
     uncut: AbstractSet[str] = frozenset()  # layers that are not cut into independent blocks: recurrent ones
     output_factors: dict[str, Tensor] = field(default_factory=dict)  # see `influence`
+    kernels: Mapping[str, float] = field(default_factory=dict)  # module between layers → what each of its neurons costs
+    routes: dict[int, Routes] = field(default_factory=dict)  # by batch: where the dense model's experts are sent what
 
     @property
     def wanted(self) -> int:
         return max(_ROWS, 10 * max(matrix_of(unit.module).shape[1] for unit in self.units.values()))
+
+    def between(self, group: NeuronGroup) -> float:
+        """What a neuron costs between its layers."""
+        return sum(self.kernels.get(name, 0.0) for name in group.passed)
 
     def start(self) -> list[Carry]:
         """The carry of the first segment, for each batch: nothing."""
@@ -56,11 +64,18 @@ class Session:
     def seen(
         self, model: nn.Module, segment: int, carry: list[Carry], names: Sequence[str], until: str | None = None
     ) -> Iterator[tuple[dict[str, Seen], Carry]]:
-        """What layers of a segment see, batch by batch, and the carry of the next one unless the run ends before."""
+        """What layers of a segment see, batch by batch, and the carry of the next one unless the run ends before.
+
+        While layers of another model are looked at, its experts are sent what those of the dense model were.
+        """
         samples = sum(batch.size for batch in self.data.fitted)
-        for batch, value in zip(self.data.all, carry, strict=True):
+        replay = model is not self.dense and bool(names or until)
+        for number, (batch, value) in enumerate(zip(self.data.all, carry, strict=True)):
             rows = partial(real_rows, batch, most=math.ceil(self.wanted * batch.size / samples), seed=self.seed)
-            yield observe(model, batch, self.plan, segment, value, names, rows, until)
+            routes = self.routes.setdefault(number, {}) if replay or model is self.dense else {}
+            with routing(model, batch, routes, replay=replay):
+                found = observe(model, batch, self.plan, segment, value, names, rows, until)
+            yield found
 
     def regression(self, name: str, fitted: Moments, held_out: Moments) -> Regression:
         """The best dense weight of a layer for its moments."""

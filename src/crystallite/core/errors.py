@@ -3,7 +3,15 @@
 A message says what was expected, what came, which tensor it was and, where there is one, the way out.
 """
 
-__all__ = ["CheckpointError", "CrystalliteError", "InvalidMap", "InvalidMatrix", "InvalidOption", "WriteError"]
+__all__ = [
+    "CheckpointError",
+    "CrystalliteError",
+    "CrystalliteWarning",
+    "InvalidMap",
+    "InvalidMatrix",
+    "InvalidOption",
+    "WriteError",
+]
 
 
 class CrystalliteError(Exception):
@@ -28,3 +36,7 @@ class WriteError(CrystalliteError):
 
 class CheckpointError(CrystalliteError):
     """A file that cannot be read as weights: truncated, corrupt, hostile or of an unknown format."""
+
+
+class CrystalliteWarning(UserWarning):
+    """Something that works and that a user should know before waiting for it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 from collections.abc import Collection, Iterator, Sequence
@@ -12,9 +13,12 @@ import numpy as np
 
 from crystallite.core.errors import InvalidOption
 
-__all__ = ["Table", "terminal_width", "text_table"]
+__all__ = ["Table", "by_expert", "span", "terminal_width", "text_table"]
 
 _LEAST = 12  # characters of a name or a text that gives way
+_EXPERT = re.compile(r"(.*\bexperts)(?:\.(\d+)((?:\.[^\[\]]*)?)|(\.[^\[\]]+)\[(\d+)\])")  # experts.3.up, experts.up[3]
+_MANY = 3  # experts that share a line
+_NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?%?")
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,6 +89,57 @@ def text_table(rows: Sequence[Sequence[str]], width: int | None = None, left: Co
     elif excess:
         widths[0] = max(widths[0] - excess, _LEAST)
     return [_line(row, widths, left) for row in rows]
+
+
+def by_expert(names: Sequence[str]) -> list[tuple[str, list[int]]]:
+    """Lines of a table: a name and the places of the rows it stands for, where the same layers of experts share one.
+
+    >>> by_expert(["q", *(f"mlp.experts.{i}.{layer}" for i in range(4) for layer in ("up", "down"))])
+    [('q', [0]), ('mlp.experts.0…3.up', [1, 3, 5, 7]), ('mlp.experts.0…3.down', [2, 4, 6, 8])]
+    >>> by_expert(["mlp.experts.up[0]", "mlp.experts.up[1]", "mlp.experts.up[2]"])
+    [('mlp.experts.up[0…2]', [0, 1, 2])]
+    """
+    found: dict[str, list[int]] = {}
+    numbers: dict[str, list[int]] = {}
+    for place, name in enumerate(names):
+        match = _EXPERT.fullmatch(name)
+        key = name
+        if match:
+            head, number, tail, stack, inside = match.groups()
+            key = f"{head}.*{tail}" if number else f"{head}{stack}[*]"
+            numbers.setdefault(key, []).append(int(number or inside))
+        found.setdefault(key, []).append(place)
+    lines: list[tuple[str, list[int]]] = []
+    for key, places in found.items():
+        if key in numbers and len(places) >= _MANY:
+            lines.append((key.replace("*", f"{min(numbers[key])}…{max(numbers[key])}"), places))
+        else:
+            lines += [(names[place], [place]) for place in places]
+    return lines
+
+
+def span(texts: Sequence[str]) -> str:
+    """Texts that differ in their numbers as one, in which ranges stand for them; others after each other, counted.
+
+    >>> span(["8 of 64 inputs, error 9.5%", "16 of 64 inputs, error 12%"])
+    '8…16 of 64 inputs, error 9.5%…12%'
+    >>> span(["noise", "blocks", "noise"])
+    '2: noise; 1: blocks'
+    """
+    alike: dict[str, list[list[str]]] = {}
+    for text in texts:
+        alike.setdefault(_NUMBER.sub("#", text), []).append(_NUMBER.findall(text))
+    merged = []
+    for skeleton, numbers in alike.items():
+        ranges = [_range(column) for column in zip(*numbers, strict=True)]
+        between = skeleton.split("#")
+        merged.append((len(numbers), between[0] + "".join(map("".join, zip(ranges, between[1:], strict=True)))))
+    return merged[0][1] if len(merged) == 1 else "; ".join(f"{count}: {text}" for count, text in merged)
+
+
+def _range(numbers: Sequence[str]) -> str:
+    ordered = sorted(numbers, key=lambda number: float(number.rstrip("%").replace(",", "")))
+    return ordered[0] if ordered[0] == ordered[-1] else f"{ordered[0]}…{ordered[-1]}"
 
 
 def terminal_width() -> int | None:

@@ -70,7 +70,11 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """The same with all tensors on a device."""
-        return self._with(lambda value: value.to(device) if isinstance(value, Tensor) else value)
+        return self.map(lambda value: value.to(device))
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Batch:
+        """The same with other tensors."""
+        return self._with(lambda value: change(value) if isinstance(value, Tensor) else value)
 
     def without_target(self) -> Batch:
         """The arguments alone."""

@@ -27,9 +27,12 @@ def count_positions(batch: Batch) -> int:
 
 
 def real_positions(batch: Batch, leading: torch.Size) -> Tensor | slice:
-    """Which rows of activations (leading…, features) are no padding: an `attention_mask` of that shape says it."""
+    """Which rows of activations (leading…, features) are no padding: an `attention_mask` of as many positions says it.
+
+    Experts and routers see the positions of all samples in one row.
+    """
     mask = batch.named.get("attention_mask")
-    if isinstance(mask, Tensor) and mask.shape == leading:
+    if isinstance(mask, Tensor) and leading in (mask.shape, torch.Size([mask.numel()])):
         return mask.flatten().bool().cpu()
     return slice(None)
 

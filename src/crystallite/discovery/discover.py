@@ -10,6 +10,7 @@ from torch import nn
 from crystallite.core.suggest import suggest_keywords
 from crystallite.discovery.energy import jacobian_energy
 from crystallite.discovery.modules import Modules
+from crystallite.models.preparing import prepared
 from crystallite.partitioning.coclustering import agreement, assign, cocluster
 
 __all__ = ["discover", "strength"]
@@ -53,6 +54,7 @@ def discover(model: nn.Module, data: Any, samples: int = 1500) -> Modules:
         >>> found.k, found.inputs.tolist(), found.hidden["0"].tolist(), found.outputs.tolist()
         (2, [0, 1, 0, 1], [0, 1, 0, 1], [0, 1])
     """
+    model, _ = prepared(model)
     energy = jacobian_energy(model, data, samples, _RESAMPLES, hidden=True)
     found = cocluster(strength(energy.inputs))
     labels = np.concatenate([found.rows, found.cols])

@@ -2,37 +2,32 @@
 
 from __future__ import annotations
 
-import copy
-import inspect
-import logging
-import math
 import os
 import tempfile
-import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from crystallite.core.errors import CrystalliteError, InvalidOption
 from crystallite.core.files import sync_folder, writing
 from crystallite.core.suggest import suggest_keywords
-from crystallite.data.batch import Batch, batches, evaluating
-from crystallite.data.outputs import ROUNDING, tensors
-from crystallite.models.swap import put_
-from crystallite.operators.linear import BlockLinear
+from crystallite.data.batch import Batch, batches
+from crystallite.data.outputs import ROUNDING
+from crystallite.export.comparison import Differs, InRuntime
+from crystallite.export.int8 import quantised, with_plain_layers
+from crystallite.export.past import take_past_
+from crystallite.export.tracing import Axis, as_function, changed, is_text, named_inputs, named_outputs, twin_of, write
+from crystallite.models.preparing import prepared
 
 __all__ = ["Exported", "export"]
 
 _CHECKED = 8  # batches, at most, that both run
-_QUANTISED = ("MatMul", "Gemm", "LSTM", "Attention")  # 8-bit convolutions do not run on every CPU
-_MOVED = 600  # multiply-adds of 8-bit integers that ONNX Runtime does while it moves one number to another place
+_LARGEST = 2**31 - 2**24  # bytes of weights: a file of protobuf has at most 2 GB, the graph included
 
 
 @dataclass(frozen=True)
@@ -45,61 +40,113 @@ class Exported:
     samples: int
     deviation: float  # ‖y′ − y‖ / ‖y‖ over all samples, the largest over outputs
     agreement: float | None  # share of equal decisions (argmax) of the first output; None where it has none
+    inputs: dict[str, tuple[int | str, ...]]  # their shapes, with names where any size is taken
+    outputs: tuple[str, ...]
+    notes: tuple[str, ...] = ()  # what else the user should know
 
     def __str__(self) -> str:
         agreed = "" if self.agreement is None else f", {self.agreement:.2%} of decisions equal"
         kind = "with 8-bit weights" if self.int8 else "in floating point"
-        return (
+        said = (
             f"{self.path}: {self.bytes:,} bytes {kind}; relative deviation {self.deviation:.2g} from the model on "
             f"{self.samples} samples in ONNX Runtime{agreed}"
         )
+        return "\n".join([said, *(f"note: {note}" for note in self.notes)])
 
 
 @suggest_keywords
 def export(
-    model: nn.Module, path: str | os.PathLike[str], data: Any, *, int8: bool = False, max_deviation: float = 0.1
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    data: Any,
+    *,
+    past: bool = False,
+    int8: bool = False,
+    max_deviation: float = 0.1,
 ) -> Exported:
     """Write a model as ONNX, all of it or nothing, and say how near ONNX Runtime comes to it on some data.
 
-    Fitted layers are smaller dense products, so ONNX Runtime runs and quantises them like any other.
+    Inputs have the names of the model's arguments, outputs those of the fields it returns. Batch size and length of
+    sequences stay free, which is tried out; height and width of pictures do if the batches differ in them. An axis that
+    turns out not to be free is fixed, and a note says so. Rows of padding are not compared. Models in bfloat16 or
+    float16 become float32, and a note says so. Fitted layers are smaller dense products, so ONNX Runtime runs and
+    quantises them like any other.
 
     Args:
         model: the model; it is left as it was.
         path: a file that ends in .onnx.
         data: batches as for `validate`; the first is what the model is traced with. Targets are not used.
+        past: for decoders of transformers: write one step of generation. It takes `past_key_values.N.key` and `.value`
+            besides `input_ids`, `attention_mask` (past and new tokens) and, where the model has them, `position_ids`;
+            it returns `present.N.key` and `.value` besides the logits. The first step has a past of length 0. Without
+            it, the graph has no cache: it takes whole texts.
         int8: weights of linear layers as 8-bit integers, one scale per output; activations are quantised as they come.
+            That suits encoders. Decoders lose much of their quality (SmolLM2-135M: perplexity 40 → 66), compressed or
+            not; a note says so.
         max_deviation: refused where int8 is further away than this. Floating point may differ by rounding only.
 
     Returns:
         What was written, and how near ONNX Runtime comes to the model on the data.
 
     Raises:
-        InvalidOption: a package is missing, or the file would deviate by more than is allowed; nothing is written then.
+        InvalidOption: the model cannot be written as ONNX, or the file would deviate by more than is allowed; nothing
+            is written then.
+        CrystalliteError: a package is missing.
     """
     target = Path(path)
     if target.suffix != ".onnx":
         raise InvalidOption(f"{target}: expected a name that ends in .onnx")
+    model, _ = prepared(model)
     library = _libraries()
-    checked = [batch.without_target() for batch in islice(batches(data), _CHECKED)]
+    weight = next(model.parameters(), None)
+    if weight is not None and weight.device.type != "cpu":
+        raise InvalidOption(f"expected a model on the CPU, got one on {weight.device}; call .cpu() first")
+    given = [batch.without_target() for batch in islice(batches(data), _CHECKED)]
+    function, half = as_function(model)
+    size = sum(tensor.numel() * tensor.element_size() for tensor in (*function.parameters(), *function.buffers()))
+    if size > _LARGEST:
+        raise InvalidOption(
+            f"{type(model).__name__} has {size / 1e9:.1f} GB of weights{' in float32' if half else ''}, and a file of "
+            "ONNX holds 2 GB; compress it first, or export parts of it"
+        )
+    checked = [_in_single_precision(batch) if half else batch for batch in given]
+    checked += _padded(function, checked)
+    if past:
+        traced, *checked = take_past_(function, checked)
+    else:
+        traced = _at_least_two(checked[0])
     with writing(target):
         target.parent.mkdir(parents=True, exist_ok=True)
         folder = tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent)
-    with writing(target), evaluating(model), folder as made:
+    with writing(target), folder as made:
         file = Path(made) / "model.onnx"
-        _write(_with_plain_layers(model) if int8 else model, file, _at_least_two(checked[0]))
+        graph = _write_with_free_axes(library, function, int8, file, traced, _equal_axes(function, traced, checked))
         if int8:
-            file = _quantised(file)
-        found = _compared(library, file, model, checked)
-        limit = max_deviation if int8 else _rounding(model)
+            file = quantised(file)
+            graph = InRuntime(library, file, function)
+        found = graph.compare(checked)
+        limit = max_deviation if int8 else _rounding(function)
         if not found[0] <= limit:
             raise InvalidOption(
                 f"{target}: not written: in ONNX Runtime its outputs deviate by {found[0]:.3g}, at most {limit:g} "
                 f"is allowed{'; raise max_deviation=, or export without int8=True' if int8 else ''}"
             )
-        size = file.stat().st_size
+        length = file.stat().st_size
         sync_folder(file.parent)
         file.replace(target)
-    return Exported(str(target), size, int8, sum(batch.size for batch in checked), *found)
+    notes = [
+        *([f"computes in float32: the weights were {half}, for which ONNX Runtime lacks operators"] if half else []),
+        *_fixed_axes(graph),
+        *([_DECODERS] if int8 and _generates(model) else []),
+    ]
+    samples = sum(batch.size for batch in given)
+    return Exported(str(target), length, int8, samples, *found, graph.inputs, graph.outputs, tuple(notes))
+
+
+_DECODERS = (
+    "activations quantised as they come cost models that generate text much of their quality; compare perplexities "
+    "before using this file, or export in floating point"
+)
 
 
 def _libraries() -> Any:
@@ -111,82 +158,109 @@ def _libraries() -> Any:
     return onnxruntime
 
 
-def _write(model: nn.Module, file: Path, batch: Batch) -> None:
-    """Every axis stays free that the model does not fix: batch size and length of a sequence, mostly."""
-    weight = next(model.parameters(), None)
-    if weight is not None and weight.device.type != "cpu":
-        raise InvalidOption(f"expected a model on the CPU, got one on {weight.device}; call .cpu() first")
-    free = {name: _free(value) for name, value in _arguments(model, batch)}
-    with _quiet():
-        try:
-            program = torch.onnx.export(
-                model, batch.positional, kwargs=dict(batch.named), dynamic_shapes=free, dynamo=True, verbose=False
-            )
-            assert program is not None
-            _keep_norms_apart_(program.model.graph)
-            program.save(file, external_data=False)
-        except Exception as error:  # whatever is raised by tracing code of the user's
-            reason = str(error).strip().partition("\n")[0]
-            raise InvalidOption(f"{type(model).__name__} cannot be written as ONNX: {reason:.300}") from error
+def _equal_axes(model: nn.Module, traced: Batch, checked: list[Batch]) -> set[Axis]:
+    """Axes that are fixed from the start: heads of past keys, and of pictures those that are equal in all batches.
 
-
-def _keep_norms_apart_(graph: Any) -> None:
-    """Write the sum before a layer norm as `Sum`, not `Add`: ONNX Runtime takes `Add` and the norm for one operator.
-
-    That one (SkipLayerNormalization) goes through its numbers one by one on CPUs: in MiniLM it took 13 % of the time of
-    8-bit inference, sums and norms on their own 2 %.
+    Following a transformer of pictures through pictures of any size can take torch.export many minutes.
     """
-    for node in graph:
-        readers = {reader.op_type for reader in node.outputs[0].consumers()} if node.op_type == "Add" else set()
-        if readers == {"LayerNormalization"}:
-            node.op_type = "Sum"
+    inputs = [named_inputs(model, batch) for batch in (traced, *checked)]
+    found = {(name, axis) for name in inputs[0] if name.startswith("past_key_values.") for axis in (1, 3)}
+    for name, value in inputs[0].items():
+        if value.ndim > 3 and value.is_floating_point() and not name.startswith("past_key_values."):
+            sizes = [tuple(other[name].shape) for other in inputs if name in other]
+            found |= {(name, axis) for axis in range(1, value.ndim) if len({size[axis] for size in sizes}) == 1}
+    return found
 
 
-class _Plain(nn.Module):
-    """A `BlockLinear` with an `nn.Linear` for each block, whose weights ONNX Runtime can quantise."""
+def _write_with_free_axes(
+    library: Any, function: nn.Module, int8: bool, file: Path, traced: Batch, fixed: set[Axis]
+) -> InRuntime:
+    """The written graph.
 
-    def __init__(self, blocks: BlockLinear) -> None:
-        super().__init__()
-        parts = []
-        for weight in (weight for stack in blocks.weights for weight in stack.detach()):
-            parts.append(nn.Linear(weight.shape[1], weight.shape[0], False, dtype=weight.dtype))
-            parts[-1].weight = nn.Parameter(weight.clone())
-        self.parts, self.bias, self.reads = nn.ModuleList(parts), blocks.bias, blocks.reads
-        self.sizes = [part.in_features for part in parts]
-        rows = blocks.out_features if blocks.outputs is None else min(blocks.writes + 1, blocks.out_features)
-        self.idle = rows - sum(part.out_features for part in parts)  # dormant rows, or one that stands for all of them
-        self.columns: Tensor | None
-        self.outputs: Tensor | None
-        self.register_buffer("columns", blocks.columns)
-        self.register_buffer("outputs", blocks.outputs)
-
-    def forward(self, x: Tensor) -> Tensor:
-        read = x[..., : self.reads] if self.columns is None else x.index_select(-1, self.columns)
-        y = torch.cat([part(piece) for part, piece in zip(self.parts, read.split(self.sizes, -1), strict=True)], -1)
-        y = nn.functional.pad(y, (0, self.idle)) if self.idle else y
-        y = y if self.outputs is None else y.index_select(-1, self.outputs)
-        return y if self.bias is None else y + self.bias
-
-
-def _with_plain_layers(model: nn.Module) -> nn.Module:
-    """A copy of the model in which layers of blocks are plain layers.
-
-    One for each block; one with zeros between the blocks where bringing numbers in order would take longer than that.
+    An axis that torch.export left free is tried with another size: a size that entered the graph as a constant shows,
+    and the axis is fixed.
     """
-    model = copy.deepcopy(model)
-    for name, module in list(model.named_modules()):
-        if isinstance(module, BlockLinear) and len(module.weights):
-            moved = sum(len(table) for table in (module.columns, module.outputs) if table is not None)
-            spared = module.out_features * module.in_features - sum(stack.numel() for stack in module.weights)
-            apart = not name or spared > _MOVED * moved  # a model that is one layer keeps the name of its input
-            model = put_(model, name, _Plain(module) if apart else module.to_dense())
-    return model
+    outputs = list(named_outputs(traced.run(function)))
+    while True:
+        write(with_plain_layers(function) if int8 else function, file, traced, outputs, fixed)
+        graph = InRuntime(library, file, function)
+        wrong = next((axes for axes, batch in _other_sizes(graph, traced) if not _agrees(graph, batch)), None)
+        if wrong is None:
+            return graph
+        fixed = fixed | set(wrong)
 
 
-def _free(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return dict.fromkeys(range(value.ndim), torch.export.Dim.AUTO)
-    return tuple(map(_free, value)) if isinstance(value, (tuple, list)) else None
+def _fixed_axes(graph: InRuntime) -> Iterator[str]:
+    """What to say of axes that the graph has fixed where a user might expect a free one.
+
+    Code that loops over the tokens of a text, for instance, becomes a graph for as many tokens.
+    """
+    for name, shape in graph.inputs.items():
+        if not name.startswith("past_key_values."):
+            sizes = ", ".join(map(str, shape))
+            if any(isinstance(size, int) for size in (shape if is_text(name, shape) else shape[:1])):
+                yield f"{name} is taken in this shape only: {sizes}"
+            elif len(shape) > 3 and all(isinstance(size, int) for size in shape[1:]):
+                yield f"{name} is taken in this shape only: {sizes}; give batches of several sizes for others"
+
+
+def _other_sizes(graph: InRuntime, batch: Batch) -> Iterator[tuple[list[Axis], Batch]]:
+    """Axes that share a free size, and the batch with half of it; where the model itself can be called so."""
+    inputs = named_inputs(graph.model, batch)
+    places: dict[str, list[Axis]] = {}
+    for name, shape in graph.inputs.items():
+        for axis, size in enumerate(shape):
+            if isinstance(size, str):
+                places.setdefault(size, []).append((name, axis))
+    steps = "past_sequence_length" in places  # whose lengths depend on each other: other steps are among the data
+    for axes in [places["batch_size"]] if steps else places.values():
+        other = _cut(batch, inputs, axes)
+        if _runs(twin_of(graph.model), other):
+            yield axes, other
+
+
+def _cut(batch: Batch, inputs: dict[str, Tensor], axes: list[Axis]) -> Batch:
+    """The batch with the first half along some axes of its inputs."""
+    cut = dict(inputs)
+    for name, axis in axes:
+        cut[name] = cut[name].narrow(axis, 0, max(cut[name].shape[axis] // 2, 1))
+    values = iter(cut.values())
+    return changed(batch, lambda _: next(values))
+
+
+def _runs(model: nn.Module, batch: Batch) -> bool:
+    try:
+        batch.run(model)
+    except Exception:  # whatever the model's own code raises where it takes no such batch
+        return False
+    return True
+
+
+def _agrees(graph: InRuntime, batch: Batch) -> bool:
+    try:  # on a copy: there are models, as Swin, that change to suit the size of what they are given, for good
+        return graph.compare([batch], twin_of(graph.model))[0] <= _rounding(graph.model)
+    except Differs:
+        return False
+
+
+def _padded(model: nn.Module, checked: list[Batch]) -> list[Batch]:
+    """A batch with padding, where those given have a mask and none: in front of texts that are to be continued."""
+    masks = [batch.named.get("attention_mask") for batch in checked]
+    mask = masks[0]
+    if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.shape[1] < 3:
+        return []
+    if any(isinstance(other, Tensor) and not other.bool().all() for other in masks):
+        return []
+    third = mask.shape[1] // 3
+    mask = mask.clone()
+    mask[0, slice(None, third) if _generates(model) else slice(-third, None)] = 0
+    padded = replace(checked[0], named={**checked[0].named, "attention_mask": mask})
+    return [padded] if _runs(model, padded) else []
+
+
+def _generates(model: nn.Module) -> bool:
+    asked = getattr(model, "can_generate", None)
+    return callable(asked) and bool(asked())
 
 
 def _at_least_two(batch: Batch) -> Batch:
@@ -194,104 +268,10 @@ def _at_least_two(batch: Batch) -> Batch:
     return batch if batch.size > 1 else batch.take(torch.tensor([0, 0]))
 
 
-def _quantised(file: Path) -> Path:
-    import onnx
-    from onnxruntime.quantization import QuantType, quantize_dynamic
-
-    small = file.with_name("int8.onnx")
-    with _quiet():
-        program = onnx.load(file)
-        del program.graph.value_info[:]  # shapes of weights that quantisation turns round
-        onnx.save(program, file)
-        quantize_dynamic(
-            file, small, op_types_to_quantize=list(_QUANTISED), per_channel=True, weight_type=QuantType.QInt8,
-            reduce_range=True,  # 7 of 8 bits: sums of full ones can overflow on CPUs without VNNI
-        )  # fmt: skip
-        program = onnx.load(small)
-        _quantise_tables_(program.graph)
-        onnx.save(program, small)
-    return small
-
-
-def _quantise_tables_(graph: Any) -> None:
-    """Tables that rows are looked up in, as embeddings are, with 8 bits and a scale for each row."""
-    from onnx import TensorProto, helper, numpy_helper
-
-    tables = {each.name: each for each in graph.initializer if each.data_type == TensorProto.FLOAT}
-    readers: dict[str, list[Any]] = {}
-    for node in graph.node:
-        for name in node.input:
-            readers.setdefault(name, []).append(node)
-    for name, nodes in readers.items():
-        if name not in tables or len(tables[name].dims) != 2 or not all(_looks_up(node, name) for node in nodes):
-            continue
-        rows = numpy_helper.to_array(tables[name])
-        scales = np.abs(rows).max(1, keepdims=True) / 127
-        whole = np.rint(rows / np.where(scales > 0, scales, 1)).astype(np.int8)
-        made = {f"{name}_int8": whole, f"{name}_scales": scales}
-        graph.initializer.extend(numpy_helper.from_array(value, key) for key, value in made.items())
-        graph.initializer.remove(tables[name])
-        for node in nodes:
-            place, out = list(graph.node).index(node), node.output[0]
-            steps = [helper.make_node("Gather", [key, node.input[1]], [f"{out}_{key}"]) for key in made]
-            found = [step.output[0] for step in steps]
-            steps.append(helper.make_node("Cast", found[:1], [f"{out}_float"], to=TensorProto.FLOAT))
-            steps.append(helper.make_node("Mul", [f"{out}_float", found[1]], [out]))
-            graph.node.remove(node)
-            for step in reversed(steps):
-                graph.node.insert(place, step)
-
-
-def _looks_up(node: Any, table: str) -> bool:
-    whole_rows = all(attribute.i == 0 for attribute in node.attribute if attribute.name == "axis")
-    return node.op_type == "Gather" and node.input[0] == table and table not in node.input[1:] and whole_rows
-
-
-def _compared(library: Any, file: Path, model: nn.Module, checked: list[Batch]) -> tuple[float, float | None]:
-    """The largest relative deviation of an output, and the agreement of decisions."""
-    session = library.InferenceSession(file, providers=["CPUExecutionProvider"])
-    apart, size, equal, decisions = dict[str, float](), dict[str, float](), 0, 0
-    for batch in checked:
-        given = {name: value for name, value in _arguments(model, batch) if isinstance(value, Tensor)}
-        wanted = [each.name for each in session.get_inputs()]
-        fed = {name: given[name].numpy() for name in wanted if name in given}
-        if len(fed) != len(wanted):
-            raise InvalidOption(f"{type(model).__name__}: expected inputs {', '.join(given)}, ONNX has {wanted}")
-        expected = tensors(batch.run(model))
-        found = session.run(None, fed)
-        if len(found) != len(expected):
-            raise InvalidOption(f"{type(model).__name__}: expected {len(expected)} outputs, ONNX has {len(found)}")
-        for (path, value), other in zip(expected.items(), map(torch.from_numpy, found), strict=True):
-            if value.shape != other.shape:
-                raise InvalidOption(f"{path}: expected {tuple(value.shape)} from ONNX, got {tuple(other.shape)}")
-            difference = float((other.double() - value.double()).square().sum())
-            apart[path] = apart.get(path, 0.0) + (difference if math.isfinite(difference) else math.inf)
-            size[path] = size.get(path, 0.0) + float(value.double().square().sum())
-        first, other = next(iter(expected.values())), torch.from_numpy(found[0])
-        if first.is_floating_point() and first.ndim > 1 and first.shape[-1] > 1:
-            equal += int((first.argmax(-1) == other.argmax(-1)).sum())
-            decisions += first[..., 0].numel()
-    ratios = [math.sqrt(a / size[path]) if size[path] else float(a > 0) for path, a in apart.items()]
-    return max(ratios), equal / decisions if decisions else None
-
-
-def _arguments(model: nn.Module, batch: Batch) -> Iterator[tuple[str, Any]]:
-    yield from inspect.signature(model.forward).bind(*batch.positional, **batch.named).arguments.items()
+def _in_single_precision(batch: Batch) -> Batch:
+    return changed(batch, lambda value: value.float() if value.dtype in (torch.bfloat16, torch.float16) else value)
 
 
 def _rounding(model: nn.Module) -> float:
     dtype = next((p.dtype for p in model.parameters()), torch.float32)
     return ROUNDING.get(dtype, max(ROUNDING.values()))
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """PyTorch's exporter and ONNX Runtime's quantisation speak of their own affairs."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(before)

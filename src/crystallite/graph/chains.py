@@ -58,20 +58,27 @@ def find_chains(
     over the neurons, as in a residual stream, mixes all of them, so it ends a chain. A recurrent network is a chain of
     its own; a unit of a layer is in the same block in both directions. Grouped convolutions are left alone.
 
-    - `targets`: patterns of layer names. None: all layers that are joined with another.
+    - `targets`: patterns of layer names. None: all layers that are joined with another, or the only one there is.
     - `example`, `modes`: inputs of the model, and where the chains shall hold, as for `trace`.
 
     >>> find_chains(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)))
     (Chain(0 → 2: in 8, hidden 1 16, out 4),)
     """
-    units = {unit.name: unit.module for unit in find_units(model, targets or ("*",), ignore) if not unit.reason}
+    units = {
+        unit.name: unit.module
+        for unit in find_units(model, targets or ("*",), ignore)
+        if not (unit.reason or unit.shared)
+    }
     usable = {name for name, module in units.items() if type(module) is nn.Linear or _is_plain_convolution(module)}
     chains = {name: _recurrent_chain(name, module) for name, module in units.items() if isinstance(module, nn.RNNBase)}
     if not usable and not chains:
-        raise InvalidOption(f"no layer to separate matches targets {targets} and ignore {list(ignore)}")
+        raise InvalidOption(
+            f"no linear layer, convolution or recurrent network that can be separated matches targets "
+            f"{targets or ['*']} and ignore {list(ignore)}"
+        )
     spaces = trace(model, example, modes)
     layers = {layer.name: layer for layer in spaces.layers if layer.name in usable}
-    hidden = {axis for axis, group in neuron_groups(model, spaces).items() if not group.inside_heads}
+    hidden = {axis for axis, group in neuron_groups(model, spaces).items() if not group.heads}  # attention is no chain
     joined: list[list[str]] = []
     for name, layer in layers.items():
         ends = {layer.rows, layer.columns} & hidden
@@ -81,7 +88,14 @@ def find_chains(
         chain = _chain([layer for name, layer in layers.items() if name in names], hidden, model)
         chains[chain.layers[0]] = chain
     found = [chains[name] for name in units if name in chains]
-    return tuple([chain for chain in found if targets is not None or len(chain.layers) > 1] or found)
+    if targets is not None or len(found) == 1:
+        return tuple(found)
+    if several := tuple(chain for chain in found if len(chain.layers) > 1):
+        return several
+    raise InvalidOption(
+        f"no two layers share hidden neurons, and layers that stand alone, as in attention, are cut only where they "
+        f"are named: pass targets=, such as {found[0].layers[0]!r}"
+    )
 
 
 def _is_plain_convolution(module: nn.Module) -> bool:

@@ -11,10 +11,11 @@ from torch.fx import Node
 
 from crystallite.graph.axes import Axes, Axis
 
-__all__ = ["Reader"]
+__all__ = ["Reader", "operator_name", "stored_weight"]
 
 Labels = list[Axis]  # one for each axis of a tensor
 _POSITIONS = "its elements are positions"
+_TRANSPOSES = frozenset(("t", "numpy_T", "permute", "transpose"))
 
 
 class Reader:
@@ -32,7 +33,7 @@ class Reader:
         if node.target is operator.getitem and isinstance(node.args[0], Node):
             self.labels[node] = self.labels[node.args[0]][node.args[1]]
             return
-        name = _name(node)
+        name = operator_name(node)
         if name.startswith(("_assert", "sym_")):
             return
         rule = _RULES.get(name)
@@ -90,11 +91,18 @@ def _several(node: Node) -> bool:
     return isinstance(node.meta.get("val"), (tuple, list))
 
 
-def _name(node: Node) -> str:
+def operator_name(node: Node) -> str:
     """`relu` for aten.relu.default and aten.relu_.default."""
     schema = getattr(node.target, "_schema", None)
     name = schema.name.split("::")[-1] if schema else str(node.target)
     return name if name.endswith("__") else name.removesuffix("_")
+
+
+def stored_weight(node: Any) -> Any:
+    """The tensor that a factor of a product is the transpose of, or the factor itself."""
+    while isinstance(node, Node) and node.op == "call_function" and operator_name(node) in _TRANSPOSES:
+        node = node.args[0]
+    return node
 
 
 def _argument(node: Node, name: str) -> Any:
@@ -135,9 +143,11 @@ def _reshape(r: Reader, node: Node) -> Labels | None:
 
 def _permute(r: Reader, node: Node) -> Labels:
     labels = r.labels[node.args[0]]
-    if _name(node) == "permute":
+    if operator_name(node) == "permute":
         return [labels[place] for place in _argument(node, "dims")]
-    one, other = (0, -1) if _name(node) == "t" else (_argument(node, "dim0"), _argument(node, "dim1"))
+    one, other = (
+        (0, -1) if operator_name(node) in ("t", "numpy_T") else (_argument(node, "dim0"), _argument(node, "dim1"))
+    )
     result = list(labels)
     result[one], result[other] = labels[other], labels[one]
     return result
@@ -169,7 +179,7 @@ def _product(r: Reader, first: Labels, second: Labels, shape: Sequence[int]) -> 
 
 def _matmul(r: Reader, node: Node) -> Labels | None:
     """mm, bmm, matmul, addmm, baddbmm: the last two tensors are multiplied, one before them is added."""
-    *added, x, weight = node.args[:3] if _name(node).endswith(("addmm", "baddbmm")) else node.args[:2]
+    *added, x, weight = node.args[:3] if operator_name(node).endswith(("addmm", "baddbmm")) else node.args[:2]
     result = _product(r, r.labels[x], r.labels[weight], _shape(node))
     if result is None:
         return None
@@ -261,7 +271,7 @@ def _pool(r: Reader, node: Node) -> Labels | None:
     if _several(node):
         return None
     x, shape = r.labels[node.args[0]], _shape(node)
-    last = next(int(c) for c in _name(node) if c.isdigit())
+    last = next(int(c) for c in operator_name(node) if c.isdigit())
     r.fix(x[-last:], _POSITIONS)
     return [*x[:-last], *r.fixed(shape[-last:], _POSITIONS)]
 
@@ -278,7 +288,7 @@ def _embedding(r: Reader, node: Node) -> Labels:
 
 def _slice(r: Reader, node: Node) -> Labels:
     """slice, select, cumsum: one axis is read by position."""
-    labels, shape, name = list(r.labels[node.args[0]]), _shape(node), _name(node)
+    labels, shape, name = list(r.labels[node.args[0]]), _shape(node), operator_name(node)
     place = _argument(node, "dim") % len(labels)
     if name == "slice" and r.axes.length(r.axes.pieces(labels[place])) == shape[place]:
         return labels
@@ -330,7 +340,7 @@ _RULES = {
     **_table(_reduction, "all amax amin any linalg_vector_norm logsumexp max mean min norm prod std sum var"),
     **_table(_constant, "full full_like new_full new_ones new_zeros ones ones_like scalar_tensor zeros zeros_like"),
     **_table(_reshape, "flatten reshape squeeze unflatten unsqueeze view _unsafe_view"),
-    **_table(_permute, "permute t transpose"),
+    **_table(_permute, "numpy_T permute t transpose"),
     **_table(_expand, "broadcast_to expand expand_as"),
     **_table(_matmul, "addmm baddbmm bmm matmul mm"),
     **_table(_linear, "linear"),

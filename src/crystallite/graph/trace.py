@@ -18,8 +18,11 @@ from torch.fx import Node
 
 from crystallite.core.errors import CrystalliteError
 from crystallite.graph import axes as union
-from crystallite.graph.operator_rules import Reader
+from crystallite.graph.attention import Attention, find_attentions
+from crystallite.graph.operator_rules import Reader, stored_weight
 from crystallite.graph.sequential_calls import Watch
+from crystallite.models.caches import turn_caches_off_
+from crystallite.operators.experts import Experts
 
 __all__ = ["Axis", "Layer", "Mode", "Space", "Spaces", "Untraceable", "export_quietly", "trace"]
 
@@ -59,6 +62,7 @@ class Spaces:
     places: dict[tuple[str, int], Axis]  # (parameter or buffer, axis) → the spaces along it
     unused: tuple[str, ...] = ()  # parameters that forward does not use: who knows which neurons they belong to
     whole: frozenset[str] = frozenset()  # nn.Sequentials that run only as a whole, as far as forward goes
+    attentions: tuple[Attention, ...] = ()  # in evaluation mode
 
     def sizes(self, part: Sequence[int]) -> list[int]:
         """How many neurons each of some spaces has."""
@@ -125,6 +129,7 @@ def trace(model: nn.Module, example: Any = None, modes: Sequence[Mode] = ("evalu
     owners: dict[int, tuple[str, list[union.Axis]]] = {}  # tied names are one tensor
     names: dict[Node, str] = {}
     used: set[int] = set()
+    attentions: list[Attention] = []
     for mode in modes:  # one set of axes: what any mode asks for holds
         program = _export(model, example, list(tensors.values()), mode, watch)
         signature = program.graph_signature
@@ -146,8 +151,13 @@ def trace(model: nn.Module, example: Any = None, modes: Sequence[Mode] = ("evalu
             elif node.op == "output":
                 for result in node.all_input_nodes:
                     reader.fix(reader.labels.get(result, []), "an output of the model")
+        if mode == "evaluation":
+            lifted = signature.inputs_to_lifted_tensor_constants
+            constants = {n: program.constants[lifted[n.name]] for n in program.graph.nodes if n.name in lifted}
+            attentions = find_attentions(program.graph, names, constants)
     layers = {}
     for weight, rows, columns in reader.layers:
+        weight = stored_weight(weight)
         owner = _owner(names.get(weight, ""))
         # x @ weight of an nn.Linear: not what the module does, whose rows are outputs
         if owner is not None and (rows == reader.labels[weight][0] or not _is_linear(model, owner)):
@@ -155,7 +165,7 @@ def trace(model: nn.Module, example: Any = None, modes: Sequence[Mode] = ("evalu
     places = {(name, axis): label for name, labels in owners.values() for axis, label in enumerate(labels)}
     found = _settled(known, layers, places)
     unused = tuple(name for name, parameter in model.named_parameters() if id(parameter) not in used)
-    return replace(found, unused=unused, whole=watch.whole)
+    return replace(found, unused=unused, whole=watch.whole, attentions=tuple(attentions))
 
 
 def _settled(
@@ -216,8 +226,10 @@ def _export(
     # a copy of everything but the tensors: the model keeps its mode, its hooks and its attributes
     twin = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors}).train(mode == "training")
     watch.watch_(twin)
-    for config in _configs(twin):
-        config.use_cache = False  # a cache is no result of the function
+    for module in twin.modules():
+        if isinstance(module, Experts):  # who reads what inside is known: see `graph/experts.py`
+            module.opaque = True
+    turn_caches_off_(twin)
     reasons: list[str] = []
     for arguments, named in _inputs(model, example):
         try:
@@ -230,18 +242,6 @@ def _export(
     raise Untraceable(
         f"torch.export cannot follow this model in {mode} mode ({reasons[0]}): pass example=, a batch it accepts"
     )
-
-
-def _configs(model: nn.Module) -> list[Any]:
-    """The configurations of a transformers model that may ask for a cache: its parts' own, and those inside others."""
-    waiting: list[Any] = [module.config for module in model.modules() if hasattr(module, "config")]
-    found: dict[int, Any] = {}
-    while waiting:
-        config = waiting.pop()
-        if id(config) not in found:
-            found[id(config)] = config
-            waiting += [value for value in getattr(config, "__dict__", {}).values() if hasattr(value, "to_dict")]
-    return [config for config in found.values() if hasattr(config, "use_cache")]
 
 
 def export_quietly(

@@ -39,9 +39,11 @@ from crystallite.models.manifest import (
     weights_sha256,
     write_manifest,
 )
+from crystallite.models.preparing import prepared
 from crystallite.models.record import ExactOptions, Record, find_record, set_record_
 from crystallite.models.transformers_folder import described_in_config, open_pretrained, write_config, write_pretrained
 from crystallite.weights.checkpoint import Checkpoint, open_checkpoint
+from crystallite.weights.plain_modules import without_wrappers
 
 __all__ = ["load", "load_mapped", "save", "without_weights"]
 
@@ -77,6 +79,7 @@ def save(
     target = Path(path)
     if target.exists():
         raise InvalidOption(f"{target}: exists already; choose another name or remove it")
+    model, _ = prepared(model)
     record = find_record(model) or Record(ExactOptions())
     if record.method != "compressed" and not any(type(module) in OPERATORS.values() for module in model.modules()):
         raise InvalidOption("this model holds no reorganized layer; save it with safetensors or torch instead")
@@ -159,6 +162,7 @@ def without_weights(model: nn.Module) -> nn.Module:
 
 
 def _opened(folder: Path, into: nn.Module | None, mapped: bool) -> nn.Module:
+    into = None if into is None else without_wrappers(into)[0]
     manifest = read_manifest(folder)
     record = Record.from_plain(manifest["record"], folder / MANIFEST)
     if (folder / CONFIG).is_file():

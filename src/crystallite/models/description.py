@@ -23,8 +23,10 @@ from torch import Tensor, nn
 
 from crystallite.core.errors import CheckpointError, CrystalliteError, InvalidOption
 from crystallite.models.swap import put_
+from crystallite.operators.attention import ExpandedAttention
 from crystallite.operators.chain import BlockChain
 from crystallite.operators.conv import BlockConv
+from crystallite.operators.experts import Expert, Experts
 from crystallite.operators.feed_forward import BlockFeedForward
 from crystallite.operators.linear import BlockLinear
 from crystallite.operators.low_rank import LowRankConv, LowRankLinear
@@ -32,14 +34,16 @@ from crystallite.operators.low_rank_recurrent import LowRankRecurrent
 from crystallite.operators.recurrent import BlockRecurrent
 
 __all__ = [
-    "OPERATORS", "build", "check_indices", "check_size", "describe", "describe_parts", "mixed_dtypes", "replace",
+    "OPERATORS", "build", "build_once", "check_indices", "check_size", "describe", "describe_parts", "mixed_dtypes",
+    "replace",
 ]  # fmt: skip
 
 OPERATORS: dict[str, Any] = {
     cls.__name__: cls
     for cls in (
-        BlockChain, BlockConv, BlockFeedForward, BlockLinear, BlockRecurrent, LowRankConv, LowRankLinear,
-        LowRankRecurrent,
+        BlockChain, BlockConv, BlockFeedForward, BlockLinear, BlockRecurrent, Expert, Experts, ExpandedAttention,
+        LowRankConv,
+        LowRankLinear, LowRankRecurrent,
     )
 }  # fmt: skip
 
@@ -99,7 +103,7 @@ def describe(module: nn.Module) -> dict[str, Any] | None:
     {'type': 'Linear', 'arguments': {'in_features': 2, 'out_features': 3, 'bias': True}}
     """
     try:
-        return _describe(module)
+        return _describe_whole(module)
     except _OwnCode:
         return None
 
@@ -129,6 +133,8 @@ def build(description: Any, source: object) -> nn.Module:
     try:
         with torch.device("meta"):
             built = _built(description)
+        for name, first in _shared_in(description).items():
+            put_(built, name, built.get_submodule(first))
         if not isinstance(built, nn.Module):
             raise TypeError(f"{description!r:.80}")
     except (
@@ -187,13 +193,26 @@ def mixed_dtypes(model: nn.Module, whole: bool) -> str:
 def replace(model: nn.Module, parts: dict[str, Any], source: object) -> None:
     """Put what is described in the place of what the model has there, where they differ."""
     check_size(parts, source)
+    made = dict[nn.Module, tuple[Any, nn.Module]]()
     for name, description in parts.items():
         try:
             present = model.get_submodule(name)
         except AttributeError:
             raise CheckpointError(f"{source}: the given model has no module {name!r:.80}") from None
         if describe(present) != description:
-            put_(model, name, build(description, source))
+            put_(model, name, build_once(description, source, present, made))
+
+
+def build_once(
+    description: Any, source: object, present: nn.Module, made: dict[nn.Module, tuple[Any, nn.Module]]
+) -> nn.Module:
+    """What is described, for the place of a module; the same again where that module stands in several places.
+
+    made: what was built so far, by the module whose place it takes.
+    """
+    if present not in made or made[present][0] != description:
+        made[present] = description, build(description, source)
+    return made[present][1]
 
 
 def check_indices(model: nn.Module, source: object) -> None:
@@ -219,7 +238,7 @@ def check_indices(model: nn.Module, source: object) -> None:
 
 def _parts(name: str, module: nn.Module) -> Iterator[tuple[str, dict[str, Any]]]:
     try:
-        yield name, _describe(module)
+        yield name, _describe_whole(module)
         return
     except _OwnCode as own:
         if type(module) in OPERATORS.values():
@@ -228,6 +247,11 @@ def _parts(name: str, module: nn.Module) -> Iterator[tuple[str, dict[str, Any]]]
     for place, child in module._modules.items():  # not named_children, which leaves out a second place of a module
         if child is not None:
             yield from _parts(f"{name}.{place}" if name else place, child)
+
+
+def _describe_whole(module: nn.Module) -> dict[str, Any]:
+    shared = _shared(module) if type(module) in _CONTAINERS.values() else {}
+    return _describe(module) | ({"shared": shared} if shared else {})
 
 
 def _describe(module: nn.Module) -> dict[str, Any]:
@@ -246,6 +270,40 @@ def _describe(module: nn.Module) -> dict[str, Any]:
     if "bias" in names:  # a parameter or None, or a flag
         arguments["bias"] = not (arguments["bias"] is None or arguments["bias"] is False)
     return {"type": kind, "arguments": arguments}
+
+
+def _shared(container: nn.Module) -> dict[str, str]:
+    """name → the earlier name of the same module, for those that stand in several places of a container.
+
+    Places inside a container that stands there again go without saying.
+    """
+    first: dict[nn.Module, str] = {}
+    found: dict[str, str] = {}
+    waiting = [("", container)]
+    while waiting:
+        prefix, outer = waiting.pop()
+        for place, child in outer._modules.items():
+            if child is not None and first.setdefault(child, prefix + place) != prefix + place:
+                found[prefix + place] = first[child]
+            elif child is not None and type(child) in _CONTAINERS.values():
+                waiting.append((f"{prefix}{place}.", child))
+    return found
+
+
+def _shared_in(description: Any) -> dict[str, str]:
+    """What `_shared` said in a description; the modules must be described alike, so that none can hold itself."""
+
+    def at(name: Any) -> Any:
+        found = description
+        for place in name.split("."):
+            found = found["children"][place]
+        return found
+
+    shared = description.get("shared", {}) if isinstance(description, dict) else {}
+    for name, first in shared.items():
+        if at(name) != at(first):
+            raise ValueError(f"{name!r:.80} as the module {first!r:.80}, which is another")
+    return dict(shared)
 
 
 def _transformers_name(module: nn.Module) -> str:

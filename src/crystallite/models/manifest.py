@@ -26,12 +26,14 @@ from crystallite.weights.checkpoint import open_checkpoint
 from crystallite.weights.stored import SourceFile, load_json
 
 __all__ = [
-    "MANIFEST", "METHOD", "VERSION", "attach_verdict", "check_source", "check_weights", "is_saved", "read_manifest",
-    "source_sha256", "weights_of", "weights_sha256", "write_manifest",
+    "MANIFEST", "METHOD", "QUANT_METHOD", "VERSION", "attach_verdict", "check_source", "check_weights", "is_saved",
+    "read_manifest", "source_sha256", "weights_of", "weights_sha256", "write_manifest",
 ]  # fmt: skip
 
 VERSION = 4
-METHOD = "crystallite"  # in a manifest, and in the config of a transformers model
+METHOD = "crystallite"
+# In the config of a transformers model; transformers shows it to whoever opens the folder without us.
+QUANT_METHOD = "crystallite (pip install crystallite, and import crystallite before you open this folder)"
 MANIFEST, CONFIG, WEIGHTS = "manifest.json", "config.json", "model.safetensors"
 _INDEX = f"{WEIGHTS}.index.json"
 _MOST_BYTES = 32 << 20  # the orders of 80 layers of 28,672 neurons take 14 million
@@ -204,7 +206,7 @@ def _our_config(folder: Path) -> dict[str, Any] | None:
     if not (folder / CONFIG).is_file():
         return None
     found = _read_json(folder / CONFIG, "config").get("quantization_config")
-    return found if isinstance(found, dict) and found.get("quant_method") == METHOD else None
+    return found if isinstance(found, dict) and found.get("quant_method") == QUANT_METHOD else None
 
 
 def _signature(manifest: dict[str, Any]) -> str:

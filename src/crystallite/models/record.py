@@ -7,7 +7,7 @@ sets a new one (`dataclasses.replace`). Sentences about it are made when they ar
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -19,7 +19,9 @@ from crystallite.core.errors import CheckpointError, CrystalliteError, InvalidOp
 from crystallite.models.typed_json import from_plain, to_plain
 
 __all__ = [
+    "OUTSIDE_EXPERTS",
     "RISKS",
+    "TOO_FEW",
     "CompressedOptions",
     "Epoch",
     "ExactOptions",
@@ -36,6 +38,8 @@ __all__ = [
     "set_record_",
 ]  # fmt: skip
 
+OUTSIDE_EXPERTS = "outside experts: "  # begins a reason that holds for all neurons but those of experts
+TOO_FEW = "too few positions"  # begins the reason why an expert was not fitted
 RISKS = {"deviation": "mean relative deviation", "disagreement": "share of other decisions (argmax)"}
 _FEED_FORWARD = {
     "feed-forward pair": "feed-forward pair",
@@ -67,12 +71,14 @@ class OperatorRecord:
     part: str = ""  # of a recurrent layer, where each product has an operator of its own: "inputs", "states 1", …
     reason: str = ""  # why it was left alone, or is dense
     error: float | None = None  # share of the layer's variance that it gets wrong on samples it was not fitted to
+    repairs: bool = False  # of what it adds to a stream and what the stream had lost before it, which it may not know
 
     def __str__(self) -> str:
         sizes = [(side, size) for side, size in (("outputs", self.outputs), ("inputs", self.inputs)) if size]
         texts = [f"{left} of {before} {side}" for side, (left, before) in sizes if left < before]
         texts += [self._operator()] if self.kind != "dense" or not texts else []
-        texts += [] if self.error is None else [f"error {self.error:.2%}"]
+        share = " of its part and what the stream lost before it" * self.repairs
+        texts += [] if self.error is None else [f"error {self.error:.2%}{share}"]
         return f"{self.part}: " * bool(self.part) + ", ".join(texts)
 
     def _operator(self) -> str:
@@ -118,6 +124,11 @@ class LayerChange:
     def error(self) -> float | None:
         """The largest error of its operators on samples they were not fitted to; None if none was measured."""
         return max((o.error for o in self.operators if o.error is not None), default=None)
+
+    def used(self, calls: float) -> LayerChange:
+        """The same for a layer whose weight is used so often: of an expert, at a share of the positions."""
+        macs = {name: round(getattr(self, name) * calls) for name in ("macs_before", "macs_after")}
+        return replace(self, **macs)
 
     def to_row(self) -> dict[str, Any]:
         """A row of a table: plain values."""
@@ -208,7 +219,8 @@ class CompressedOptions:
     sensitive: dict[str, float] = field(
         default_factory=dict
     )  # layers kept dense → the error of half of them; worst first
-    neurons_kept: str = ""  # why no hidden neurons were taken out, if so
+    neurons_kept: str = ""  # why no hidden neurons were taken out, if so; see OUTSIDE_EXPERTS
+    heads_kept: dict[str, str] = field(default_factory=dict)  # parts of attention that stay whole → why
     polish: Polish | None = None
     guarantee: Guarantee | None = None
 
@@ -272,6 +284,7 @@ class Record:
     changes: tuple[LayerChange, ...] = ()
     folds: tuple[Fold, ...] = ()
     not_folded: str = ""  # why no orders were folded, where they could have been
+    prepared: tuple[str, ...] = ()  # what was taken off the model before: wrappers, weights computed from others
 
     @property
     def method(self) -> Method:

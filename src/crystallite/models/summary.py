@@ -9,8 +9,8 @@ from typing import Any
 from torch import nn
 
 from crystallite.core.suggest import suggest_keywords
-from crystallite.core.tables import terminal_width, text_table
-from crystallite.models.record import CompressedOptions, LayerChange, Record, record
+from crystallite.core.tables import by_expert, span, terminal_width, text_table
+from crystallite.models.record import OUTSIDE_EXPERTS, TOO_FEW, CompressedOptions, LayerChange, Record, record
 from crystallite.operators.chain import BlockChain
 from crystallite.operators.conv import BlockConv
 from crystallite.operators.feed_forward import BlockFeedForward
@@ -33,7 +33,8 @@ class Summary:
 
     changes: tuple[LayerChange, ...]
     order: str = ""  # of hidden neurons: how much of it lies in the weights, how much is moved at run time
-    notes: tuple[str, ...] = ()  # of a fitted model: what was asked for, what it cost, what was protected and promised
+    notes: tuple[str, ...] = ()  # what was taken off the model before; of a fitted model: what was asked for, what it
+    # cost, what was protected and promised
 
     @property
     def macs(self) -> tuple[int, int]:
@@ -60,11 +61,17 @@ class Summary:
         }
 
     def table(self, width: int | None = None) -> str:
-        """The rows as text, lines no longer than `width` if there is one; names and reasons give way."""
+        """The rows as text, lines no longer than `width` if there is one; names and reasons give way.
+
+        The same layer of several experts is one line, with what they cost together.
+        """
         rows = [["layer", "kept", "multiply-adds", "became"]]
-        for c in self.changes:
-            macs = f"{c.macs_before:,} → {c.macs_after:,}" if c.macs_after != c.macs_before else f"{c.macs_before:,}"
-            rows.append([c.name or "(model)", f"{c.kept_share:.1%}", macs, c.became])
+        for name, places in by_expert([c.name for c in self.changes]):
+            some = [self.changes[place] for place in places]
+            before, after = sum(c.macs_before for c in some), sum(c.macs_after for c in some)
+            macs = f"{before:,} → {after:,}" if after != before else f"{before:,}"
+            kept, became = (span(texts) for texts in ([f"{c.kept_share:.1%}" for c in some], [c.became for c in some]))
+            rows.append([name or "(model)", kept, macs, became])
         return "\n".join(text_table(rows, width, left=(0, 3)))
 
     def __repr__(self) -> str:
@@ -93,8 +100,8 @@ def summary(model: nn.Module) -> Summary:
         result
     """
     found = record(model)
-    notes = tuple(_notes(found.options)) if isinstance(found.options, CompressedOptions) else ()
-    return Summary(found.changes, _order(model, found), notes)
+    notes = (*_notes(found.options), *_unreached(found)) if isinstance(found.options, CompressedOptions) else ()
+    return Summary(found.changes, _order(model, found), (*found.prepared, *notes))
 
 
 def _order(model: nn.Module, found: Record) -> str:
@@ -118,8 +125,26 @@ def _notes(options: CompressedOptions) -> Iterator[str]:
         more = f" and {len(sensitive) - _SHOWN_SENSITIVE} more" if len(sensitive) > _SHOWN_SENSITIVE else ""
         yield f"kept dense, with the error that cutting them by half would cause: {shown}{more}"
     if options.neurons_kept:
-        yield f"no hidden neurons were taken out: {options.neurons_kept}"
+        yield f"no hidden neurons were taken out{_but_experts(options.neurons_kept)}"
+    if options.heads_kept:
+        for reason in dict.fromkeys(options.heads_kept.values()):
+            where = [name for name, why in options.heads_kept.items() if why == reason]
+            more = f" and {len(where) - 1} more" if len(where) > 1 else ""
+            yield f"whole heads stay: {where[0]}{more}: {reason}"
     if polish := options.polish:
         yield f"polished for {polish.steps} steps: error {polish.before:.2%} → {polish.after:.2%}"
     if options.guarantee:
         yield str(options.guarantee)
+
+
+def _but_experts(reason: str) -> str:
+    """Why neurons were kept, everywhere or outside experts, after "were taken out"."""
+    return f" {reason}" if reason.startswith(OUTSIDE_EXPERTS) else f": {reason}"
+
+
+def _unreached(found: Record) -> Iterator[str]:
+    """Which layers of experts are as they were because the data said too little about them."""
+    names = [c.name for c in found.changes if any(o.reason.startswith(TOO_FEW) for o in c.operators)]
+    if names:
+        shown = ", ".join(names[:_SHOWN_SENSITIVE]) + " …" * (len(names) > _SHOWN_SENSITIVE)
+        yield f"{len(names)} layers of experts left dense, as too few positions reach them ({shown}): pass more data"

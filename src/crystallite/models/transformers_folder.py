@@ -5,10 +5,11 @@ weights; index tables are buffers among the weights. transformers must know who 
 it, see `transformers_hook.py`.
 
 Where crystallite was not imported, transformers skips a `quantization_config` that it does not know: it warns ("Unknown
-quantization type, got crystallite … Hence, we will skip the quantization") and fills layers without weights with random
-numbers, or fails where sizes differ. What `save` writes must not be opened so. Its config therefore names a file of
-weights that does not exist, with what to do as its name, on which transformers fails at once; our reader takes the name
-out. `save_pretrained` alone drops that key from every config: there transformers' warning is all there is.
+quantization type, got crystallite (pip install …) … Hence, we will skip the quantization") and fills layers without
+weights with random numbers, or fails where sizes differ. Nothing of ours must be opened so. The config therefore also
+asks for a fusion of layers that does not exist, with what to do as its name, on which `from_pretrained` fails at once
+(as of transformers 5.23; others only warn); our reader takes it out. What `save` writes names in the same way a file of
+weights that does not exist, which more versions look for, and which `save_pretrained` drops from every config.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ import json
 import math
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +29,8 @@ import torch
 from torch import Tensor, nn
 
 from crystallite.core.errors import CheckpointError, InvalidOption
-from crystallite.models.description import build, check_indices, check_size, describe, describe_parts
-from crystallite.models.manifest import CONFIG, METHOD
+from crystallite.models.description import build_once, check_indices, check_size, describe, describe_parts
+from crystallite.models.manifest import CONFIG, MANIFEST, QUANT_METHOD
 from crystallite.models.record import ExactOptions, Record, find_record, set_record_
 from crystallite.models.swap import put_
 from crystallite.weights.checkpoint import open_checkpoint
@@ -36,7 +38,8 @@ from crystallite.weights.checkpoint import open_checkpoint
 __all__ = ["described_in_config", "open_pretrained", "register_with", "write_config", "write_pretrained"]
 
 _VERSION = 3
-_NO_FILE = "import crystallite before you open this folder.safetensors"
+_NO_FILE = f"{QUANT_METHOD}.safetensors"
+_FUSIONS = "fusion_config"  # where a config names fusions of layers
 _SHOWN = 5  # names of tensors in an error
 _OLD_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.h5",
                 "*.msgpack", "*.onnx", "*.ot", "*.gguf")  # fmt: skip
@@ -49,14 +52,20 @@ def write_config(model: nn.Module, original: nn.Module | None = None) -> None:
     What a model's class makes of the config need not be said. A class that needs more than a config cannot be asked:
     then `original`, the model before, stands for what it makes; left out, nothing is taken to have changed.
 
+    Raises `InvalidOption` if the class and the config would not make the model again, with all its weights in their
+    places: what is returned can be saved and opened.
+
     >>> write_config(nn.Linear(2, 2))
     """
     for part, before in zip(_pretrained(model), _pretrained(model if original is None else original), strict=True):
-        made = _made_by_class(part) or before
-        modules = {name: d for name, d in describe_parts(part).items() if not _holds(made, name, d)}
+        made = _made_by_class(part)
+        modules = {name: d for name, d in describe_parts(part).items() if not _holds(made or before, name, d)}
+        if made is not None:
+            _check_rebuilt(part, before, made, modules)
+        _ask_for_reader_(part.config, bool(modules))
         if modules:
             part.config.quantization_config = {
-                "quant_method": METHOD,
+                "quant_method": QUANT_METHOD,
                 "version": _VERSION,
                 "modules": modules,
                 "frozen": [name for name, value in part.named_parameters() if not value.requires_grad],
@@ -110,7 +119,7 @@ def open_pretrained(folder: Path, into: nn.Module | None = None) -> nn.Module:
         library.utils.logging.disable_progress_bar()
     try:
         config = library.AutoConfig.from_pretrained(folder, local_files_only=True)
-        names = config.architectures or ["AutoModel"]
+        names = config.architectures or ["AutoModel"]  # then all weights must be known: a head has no other name
         own = into is not None and type(into).__name__ == names[0]
         cls: Any = type(into) if own else getattr(library, names[0], None)
         if cls is None:
@@ -122,16 +131,47 @@ def open_pretrained(folder: Path, into: nn.Module | None = None) -> nn.Module:
         model, info = cls.from_pretrained(folder, local_files_only=True, **asked)
     except (ValueError, RuntimeError, KeyError, TypeError) as error:
         raise CheckpointError(f"{folder}: transformers cannot open it: {error}") from None
-    wrong = {
-        what: sorted(_named(key) for key in info[f"{what}_keys"]) for what in ("missing", "unexpected", "mismatched")
-    }
-    if any(wrong.values()):
-        raise CheckpointError(
-            f"{folder}: expected the weights of a {cls.__name__}, as its config says, got "
-            + "; ".join(f"{what} {_some(keys)}" for what, keys in wrong.items() if keys)
-        )
+    ours = (folder / MANIFEST).is_file() or _is_ours(getattr(config, "quantization_config", None))
+    _check_keys(folder, model, info, strict=ours or not config.architectures)
     opened: nn.Module = model
     return opened
+
+
+def _check_keys(folder: Path, model: nn.Module, info: Mapping[str, Any], strict: bool) -> None:
+    """Refuse a model that was not given all its weights and no others; weights of other heads are said to be left out.
+
+    strict: those are refused too.
+    """
+    kinds, name = ("missing", "unexpected", "mismatched"), type(model).__name__
+    wrong = {kind: sorted(map(_named, info[f"{kind}_keys"])) for kind in kinds}
+    renamed = wrong["missing"] or wrong["mismatched"]  # then any other may be one of them
+    beside = set() if strict or renamed else _of_other_heads(model, wrong["unexpected"])
+    wrong["unexpected"] = [key for key in wrong["unexpected"] if key not in beside]
+    if any(wrong.values()):
+        hint = "" if renamed else "; if they do not matter, open it with transformers and save it again"
+        came = "; ".join(f"{kind} {_some(keys)}" for kind, keys in wrong.items() if keys)
+        raise CheckpointError(f"{folder}: expected the weights of a {name}, as its config says, got {came}{hint}")
+    if beside:
+        left = _some(sorted(beside))
+        said = f"{folder}: weights of parts that a {name}, as its config says, does not have are left out: {left}"
+        warnings.warn(said, stacklevel=3)
+
+
+def _of_other_heads(model: Any, names: Iterable[str]) -> set[str]:
+    """Tensors of modules that the class does not have at all, as a pooler or the head of another task.
+
+    A tensor more in a module that is there, or a layer more in a list of them, is no other head: the config is wrong.
+    """
+
+    def is_beside(name: str) -> bool:
+        module = model
+        for part in name.split(".")[:-1]:
+            if part not in module._modules:
+                return not isinstance(module, nn.ModuleList)
+            module = module.get_submodule(part)
+        return False
+
+    return {name for name in names if all(map(is_beside, _spellings(model, name)))}
 
 
 def _named(key: Any) -> str:
@@ -146,7 +186,7 @@ def _some(names: Sequence[str]) -> str:
 
 def register_with(readers: Any) -> None:
     """Add the reader of our configs to `transformers.quantizers.auto`, once."""
-    if METHOD in readers.AUTO_QUANTIZER_MAPPING:
+    if QUANT_METHOD in readers.AUTO_QUANTIZER_MAPPING:
         return
     from transformers.quantizers.base import HfQuantizer
     from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -162,7 +202,7 @@ def register_with(readers: Any) -> None:
                 raise CheckpointError(
                     f"quantization_config: expected modules and frozen parameters in version {_VERSION}, got {came}"
                 )
-            vars(self).update(quant_method=METHOD, version=version, modules=modules, frozen=frozen)
+            vars(self).update(quant_method=QUANT_METHOD, version=version, modules=modules, frozen=frozen)
             vars(self).update(record=record)
 
     class BlockReader(HfQuantizer):  # type: ignore[misc, unused-ignore]
@@ -172,6 +212,7 @@ def register_with(readers: Any) -> None:
             """The one call that sees the config before weights are looked for: they lie where they always do."""
             if getattr(config, "transformers_weights", None) == _NO_FILE:
                 del config.transformers_weights
+            _ask_for_reader_(config, False)
             return config
 
         update_tp_plan = update_attn_implementation  # the call that sees it in other versions of transformers
@@ -190,6 +231,7 @@ def register_with(readers: Any) -> None:
                     named[spelled].requires_grad_(False)
             # from here it is a model like any other: blocks can be cast, trained and saved again
             model.config.quantization_config = self.config
+            _ask_for_reader_(model.config, True)
             del model.hf_quantizer, model.quantization_method
             model.is_quantized = False
             return model
@@ -201,8 +243,8 @@ def register_with(readers: Any) -> None:
         def is_trainable(self) -> bool:
             return True
 
-    readers.register_quantization_config(METHOD)(BlockConfig)
-    readers.register_quantizer(METHOD)(BlockReader)
+    readers.register_quantization_config(QUANT_METHOD)(BlockConfig)
+    readers.register_quantizer(QUANT_METHOD)(BlockReader)
 
 
 def _put_blocks(model: Any, modules: dict[str, Any], files: Sequence[str] | None) -> dict[str, torch.Size]:
@@ -213,12 +255,13 @@ def _put_blocks(model: Any, modules: dict[str, Any], files: Sequence[str] | None
     source = f"{model.config.name_or_path}: quantization_config"
     expected: dict[str, torch.Size] = {}
     check_size(modules, source)
+    made = dict[nn.Module, tuple[Any, nn.Module]]()
     for name, description in modules.items():
         place = next((p for p in _spellings(model, name) if _module_at(model, p) is not None), None)
         if place is None:
             continue
-        built = build(description, f"{source}: {name}").to(torch.get_default_dtype())  # that of the model to come
-        put_(model, place, built)
+        built = build_once(description, f"{source}: {name}", model.get_submodule(place), made)
+        put_(model, place, built.to(torch.get_default_dtype()))  # that of the model to come
         expected |= {f"{place}.{key}": value.shape for key, value in built.state_dict().items()}
     if files is not None:  # what is not in the files is allocated
         stored = {name: info.shape for file in files for name, info in open_checkpoint(file).tensors.items()}
@@ -270,6 +313,42 @@ def _made_by_class(model: Any) -> nn.Module | None:
     return made
 
 
+def _check_rebuilt(model: nn.Module, before: nn.Module, made: nn.Module, modules: dict[str, Any]) -> None:
+    """Refuse a model that is not what its class and the described modules make; `made`, by its class, is used up.
+
+    What the model before had beyond its class is its owner's own.
+    """
+    own = _differences(_shapes(before), _shapes(made))
+    try:
+        _put_blocks(made, modules, None)
+    except CheckpointError as error:
+        raise InvalidOption(f"the model could not be opened again: {error}; pass its layer as ignore=") from None
+    found, rebuilt = _shapes(model), _shapes(made)
+    if wrong := sorted(_differences(found, rebuilt) - own):
+        name = wrong[0]
+        raise InvalidOption(
+            f"{name}: the model could not be opened again: from_pretrained would make {rebuilt.get(name, 'no tensor')} "
+            f"of it, here it is {found.get(name, 'no tensor')}; pass its layer as ignore="
+        )
+
+
+def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(value.shape) for name, value in model.state_dict().items()}
+
+
+def _differences(one: dict[str, Any], other: dict[str, Any]) -> set[str]:
+    return {name for name in one.keys() | other.keys() if one.get(name) != other.get(name)}
+
+
+def _ask_for_reader_(config: Any, needed: bool) -> None:
+    """Make `from_pretrained` fail where our reader does not take this out again, or take it out."""
+    others = {name: asked for name, asked in (getattr(config, _FUSIONS, None) or {}).items() if name != QUANT_METHOD}
+    if needed or others:
+        setattr(config, _FUSIONS, others | ({QUANT_METHOD: True} if needed else {}))
+    elif hasattr(config, _FUSIONS):
+        delattr(config, _FUSIONS)
+
+
 def _module_at(model: nn.Module, name: str) -> nn.Module | None:
     try:
         return model.get_submodule(name) if name else None
@@ -284,4 +363,4 @@ def _holds(model: nn.Module, name: str, description: dict[str, Any]) -> bool:
 
 
 def _is_ours(config: Any) -> bool:
-    return isinstance(config, dict) and config.get("quant_method") == METHOD
+    return isinstance(config, dict) and config.get("quant_method") == QUANT_METHOD

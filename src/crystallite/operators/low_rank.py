@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from crystallite.core.errors import InvalidMatrix
 
-__all__ = ["LowRankConv", "LowRankLinear"]
+__all__ = ["LowRankConv", "LowRankLinear", "linear_layer"]
 
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -47,7 +47,7 @@ class LowRankLinear(nn.Module):
             raise InvalidMatrix(
                 f"expected factors (outputs, rank) and (rank, inputs), got {tuple(up.shape)} and {tuple(down.shape)}"
             )
-        return cls(_linear(down, None), _linear(up, bias))
+        return cls(linear_layer(down, None), linear_layer(up, bias))
 
     def describe(self) -> dict[str, Any]:
         """The two layers."""
@@ -96,7 +96,7 @@ class LowRankLinear(nn.Module):
 
     def to_dense(self) -> nn.Linear:
         """The layer as one `nn.Linear`."""
-        return _linear(self.weight.detach(), None if self.bias is None else self.bias.detach())
+        return linear_layer(self.weight.detach(), None if self.bias is None else self.bias.detach())
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.up(self.down(x))
@@ -204,7 +204,8 @@ def _numel(value: Any) -> int:
     return int(value.numel())
 
 
-def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+def linear_layer(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+    """An `nn.Linear` with a copy of these numbers."""
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, weight.device, weight.dtype)
     with torch.no_grad():
         layer.weight.copy_(weight)

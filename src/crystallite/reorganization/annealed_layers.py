@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from crystallite.annealing import nulls
 from crystallite.annealing.anneal import AnnealingOptions, anneal_matrix
 from crystallite.annealing.initial import named_weights
-from crystallite.models.layers import Unit, is_transformers_conv1d
+from crystallite.models.layers import Unit, is_transformers_conv1d, plain_layer
 from crystallite.operators.conv import BlockConv, Convolution, channel_structure
 from crystallite.operators.linear import BlockLinear
 from crystallite.operators.recurrent import BlockRecurrent
@@ -48,7 +48,8 @@ def structure_of(unit: Unit) -> BipartiteStructure | None:
     """Blocks of outputs and inputs of a linear layer or a convolution, None for other kinds."""
     if unit.kind == "linear":
         return decompose(unit.matrix, name=f"{unit.name}.weight")
-    return channel_structure(unit.module, f"{unit.name}.weight") if isinstance(unit.module, Convolution) else None
+    module = plain_layer(unit.module)
+    return channel_structure(module, f"{unit.name}.weight") if isinstance(module, Convolution) else None
 
 
 def blocks_are_faster(unit: Unit, structure: BipartiteStructure, cost_model: CostModel, kind: str = "") -> bool:
@@ -62,7 +63,7 @@ def blocks_are_faster(unit: Unit, structure: BipartiteStructure, cost_model: Cos
 
 def block_operator(unit: Unit, structure: BipartiteStructure | None, cost_model: CostModel) -> nn.Module | None:
     """What replaces the unit, or None if it is better left dense."""
-    module = unit.module
+    module = plain_layer(unit.module)
     if isinstance(module, nn.RNNBase):
         recurrent = BlockRecurrent.from_dense(module)
         fewer = recurrent.macs < recurrent.dense_macs

@@ -14,7 +14,7 @@ from torch import nn
 from crystallite.graph.sequential_calls import whole_by_definition
 from crystallite.models.layers import change, find_units
 from crystallite.models.record import ExactOptions, OperatorRecord, Record, record, set_record_
-from crystallite.models.swap import replace_
+from crystallite.models.swap import put_, replace_
 from crystallite.operators.chain import BlockChain
 from crystallite.reorganization.rewrite import reorganize
 from crystallite.reorganization.runs import Run, find_runs
@@ -66,8 +66,9 @@ def in_blocks(model: nn.Module, layers: Sequence[str], example: Any) -> nn.Modul
             size = sum(p.numel() for p in layer.parameters())
             changes[name] = change(units[name], operator, macs=layer.macs, parameters=size, share=share)
         prefix = f"{run.parent}." if run.parent else ""
-        for place in run.places:
-            result = replace_(result, prefix + place, chain if place == run.places[0] else nn.Identity())
+        result = replace_(result, prefix + run.places[0], chain)
+        for place in run.places[1:]:
+            result = put_(result, prefix + place, nn.Identity().train(chain.training))
     found = Record(ExactOptions())
     left = [name for name in layers if name not in changes]
     if left:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from crystallite.core.errors import InvalidOption
 from crystallite.core.suggest import suggest_keywords
+from crystallite.models.composites import collapse_, expand_
 from crystallite.models.layers import set_trained_, trained
 from crystallite.models.record import record
 from crystallite.models.swap import put_, replace_
@@ -87,7 +88,7 @@ def dense_form(model: nn.Module) -> nn.Module:
     What such a model computes stays what it is, layer by layer and with all neurons in the order of the original.
     """
     found, result = record(model), copy.deepcopy(model)
-    del result.reorganization
+    vars(result).pop("reorganization", None)  # copies of torch.fx's modules are without it
     operators = [
         (name, module)
         for name, module in result.named_modules()
@@ -111,7 +112,9 @@ def dense_form(model: nn.Module) -> nn.Module:
                 result = replace_(result, name, _conv1d(dense))
             else:
                 result = replace_(result, name, dense)
+    result = expand_(result)  # folds name the layers inside
     unfold_(result, found.folds)
+    result = collapse_(result)
     write_config(result)
     return result
 

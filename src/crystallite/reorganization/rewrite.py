@@ -13,13 +13,17 @@ from crystallite.annealing import nulls
 from crystallite.annealing.anneal import AnnealingOptions
 from crystallite.annealing.random_walk import DELTA0, TAU
 from crystallite.core.errors import InvalidMatrix, InvalidOption
+from crystallite.core.progress import phase
 from crystallite.core.suggest import suggest_keywords
 from crystallite.graph.feed_forward import recognise_feed_forward
 from crystallite.graph.sequential_calls import whole_by_definition
 from crystallite.graph.trace import Spaces, Untraceable, trace
-from crystallite.models.layers import Unit, change, find_units, has_hooks, left_alone, trained
+from crystallite.models.composites import collapse_, expand_
+from crystallite.models.experts import units_and_experts
+from crystallite.models.layers import Unit, change, has_hooks, left_alone, trained
+from crystallite.models.preparing import prepared
 from crystallite.models.record import ExactOptions, Fold, LayerChange, OperatorKind, OperatorRecord, Record, set_record_
-from crystallite.models.swap import replace_
+from crystallite.models.swap import put_, replace_
 from crystallite.models.transformers_folder import write_config
 from crystallite.operators.chain import BlockChain
 from crystallite.operators.feed_forward import BlockFeedForward
@@ -109,13 +113,10 @@ def reorganize(
           (2): Identity()
         )
     """
-    if not isinstance(model, nn.Module):
-        raise InvalidOption(f"expected an nn.Module, got {type(model).__name__}")
-    if hasattr(model, "reorganization"):
-        raise InvalidOption("this model is reorganized already; pass the original, or cx.restore(model)")
+    model, notes = prepared(model, dense=True)
     targets, ignore = ([p] if isinstance(p, str) else list(p) for p in (targets, ignore))
-    result = copy.deepcopy(model)
-    units = {unit.name: unit for unit in find_units(result, targets, ignore)}
+    result = expand_(copy.deepcopy(model))
+    units = {unit.name: unit for unit in units_and_experts(result, targets, ignore)}
     if not units:
         raise InvalidOption(f"no layer with weights matches targets {targets} and ignore {ignore}")
     usable = {name: unit for name, unit in units.items() if not unit.reason}
@@ -133,7 +134,8 @@ def reorganize(
     faster = {name: s for name, s in structures.items() if blocks_are_faster(usable[name], s, cost_model)}
     whole, folds, reason = whole_by_definition(result), list[Fold](), ""
     if (fold and faster) or any(run.parent not in whole for run in find_runs(result, usable)):
-        spaces, reason = _traced(result, example)
+        with phase("tracing", progress):
+            spaces, reason = _traced(result, example)
         whole |= frozenset() if spaces is None else spaces.whole
         if fold and faster and spaces is not None and not reason:
             folds = fold_(result, faster, spaces)
@@ -141,10 +143,11 @@ def reorganize(
             structures |= {name: _now(usable[name]) for name in structures if f"{name}.weight" in moved}
     rewrite = _Rewrite(result, usable, structures, cost_model, whole, channels, feed_forward)
     rewrite.run()
+    rewrite.model = collapse_(rewrite.model)
     rewrite.changes |= {name: left_alone(unit) for name, unit in units.items() if unit.reason}
     options = ExactOptions(level, str(null), correction, random_walk, rule, alpha, delta0, tau, channels, feed_forward)
     changes = tuple(rewrite.changes[name] for name in units)
-    set_record_(rewrite.model, Record(options, changes, tuple(folds), reason if fold and faster else ""))
+    set_record_(rewrite.model, Record(options, changes, tuple(folds), reason if fold and faster else "", notes))
     write_config(rewrite.model, model)
     return rewrite.model
 
@@ -228,6 +231,8 @@ class _Rewrite:
         names = [prefix + child for child, layer in module.named_children() if type(layer) is nn.Linear]
         if type(module) is nn.Sequential or has_hooks(module) or not all(member in self.units for member in names):
             return
+        if any(self.units[member].shared for member in names):
+            return
         if len({trained(self.units[member].module) for member in names}) != 1:
             return
         kept, whole = (sum(f(n) for n in names) for f in (self._kept, lambda n: self.units[n].macs))
@@ -250,7 +255,8 @@ class _Rewrite:
         prefix = f"{run.parent}." if run.parent else ""
         self._replace(prefix + run.places[0], operator, run.names)
         for place in run.places[1:]:
-            self.model = replace_(self.model, prefix + place, nn.Identity())
+            idle = nn.Identity().train(self.model.get_submodule(prefix + place).training)
+            self.model = put_(self.model, prefix + place, idle)  # an activation may be used elsewhere too
 
     def _replace(self, name: str, operator: nn.Module, layers: Sequence[str]) -> None:
         """Put an operator in the place of layers, all of whose weights it must hold: others would be lost silently."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from crystallite.models.layers import has_hooks
+from crystallite.models.layers import has_hooks, in_several_places
 from crystallite.operators.chain import ELEMENTWISE, BlockChain
 from crystallite.operators.feed_forward import BlockFeedForward
 from crystallite.reorganization.cost_model import CostModel
@@ -35,6 +35,7 @@ def find_runs(model: nn.Module, usable: Container[str]) -> Iterator[Run]:
     >>> [(run.places, run.names) for run in find_runs(net, {"0", "3", "5"})]
     [(('0', '1', '2', '3'), ('0', '3'))]
     """
+    several = in_several_places(model)
     for parent, module in model.named_modules():
         if type(module) is not nn.Sequential or has_hooks(module):
             continue
@@ -43,7 +44,8 @@ def find_runs(model: nn.Module, usable: Container[str]) -> Iterator[Run]:
             name = f"{parent}.{place}" if parent else place
             between = stretch and type(child) in ELEMENTWISE
             if child is not None and (
-                (type(child) is nn.Linear and name in usable) or (between and not has_hooks(child))
+                (type(child) is nn.Linear and name in usable and child not in several)
+                or (between and not has_hooks(child))
             ):
                 stretch.append((place, child))
             else:

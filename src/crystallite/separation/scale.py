@@ -33,7 +33,7 @@ def balance_(model: nn.Module, groups: Iterable[NeuronGroup], nulls: Mapping[str
     """
     expected, free = run(), []
     for group in groups:
-        if group.norms or group.heads or any(len(labels) != group.size for labels in group.carried.values()):
+        if group.passed or group.heads or any(len(labels) != group.size for labels in group.carried.values()):
             continue
         double = torch.full((group.size,), 2.0)
         _rescale_(model, group, double)

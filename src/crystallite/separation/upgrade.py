@@ -17,6 +17,7 @@ from torch.nn.utils.rnn import PackedSequence
 from crystallite.annealing import nulls
 from crystallite.annealing.anneal import anneal
 from crystallite.core.errors import CrystalliteError, InvalidOption
+from crystallite.core.progress import phase
 from crystallite.core.suggest import check_choice, suggest_keywords
 from crystallite.data.batch import Batch, batches, repeatable
 from crystallite.data.positions import count_positions
@@ -25,7 +26,9 @@ from crystallite.graph.chains import Chain, find_chains
 from crystallite.graph.neuron_groups import neuron_groups
 from crystallite.graph.trace import trace
 from crystallite.models.manifest import source_sha256
+from crystallite.models.preparing import prepared
 from crystallite.models.record import StorableNull, UpgradedOptions, record, set_record_
+from crystallite.models.transformers_folder import write_config
 from crystallite.partitioning.assignment import assign_by_explained_variance
 from crystallite.partitioning.input_clusters import cluster_partition
 from crystallite.partitioning.partition import Partition, decorrelated_partition, joint_components, random_partition
@@ -97,7 +100,8 @@ def upgrade(
         level: the strictest level at which nothing is annealed away; larger ones keep everything too.
         targets, ignore: patterns of layer names. By default all layers that share hidden neurons with others: MLPs,
             feed-forward pairs of transformers, stacks of convolutions (blocks of channels); and recurrent networks
-            (blocks of hidden units, each reading inputs of its own). The last layer of a classifier is among them;
+            (blocks of hidden units, each reading inputs of its own). Attention, and other layers that stand alone, are
+            cut only where they are named. The last layer of a classifier is among them;
             ignore it if every output may read every block, and the first convolution if images have fewer channels than
             there are blocks.
         partition: which neuron goes to which block. "regions" keeps inputs together that vary together, "spread" gives
@@ -130,7 +134,8 @@ def upgrade(
         (2, 40)
     """
     made = partition if isinstance(partition, Partition) and blocks is None else None
-    _check(model, (blocks, modules, made), epochs, learning_rate, block_loss, level)
+    _check((blocks, modules, made), epochs, learning_rate, block_loss, level)
+    model, notes = prepared(model, dense=True)
     data = repeatable(data)
     with torch.random.fork_rng(devices=[]):  # whoever calls keeps their random numbers
         torch.manual_seed(seed)
@@ -139,7 +144,9 @@ def upgrade(
         dense, student = copy.deepcopy(model).eval(), copy.deepcopy(model).eval()
         found_or_given = modules is not None or isinstance(partition, Partition)
         if isinstance(partition, str):
-            chains = find_chains(model, None if targets is None else _patterns(targets), _patterns(ignore), example)
+            asked = None if targets is None else _patterns(targets)
+            with phase("tracing", progress):
+                chains = find_chains(model, asked, _patterns(ignore), example)
             if modules is not None:
                 partition = module_partition(modules, dense, chains, batch)
             else:
@@ -167,7 +174,8 @@ def upgrade(
             }  # fmt: skip
             checkpoints = Checkpoints(checkpoint, run_identity)
         if checkpoints is None or checkpoints.latest() is None:
-            refit_(student, dense, partition, _some(data, partition.chains, blocks))
+            with phase("fitting", progress):
+                refit_(student, dense, partition, _some(data, partition.chains, blocks))
         gates = {}
         for name in partition.layers:
             student, gates[name] = attach_(student, name, partition)
@@ -192,6 +200,7 @@ def upgrade(
     strays = sum(_drop_strays_(student, *each) for each in zip(partition.chains, partition.labels, strict=True))
     _prove(student, partition, chosen, level)
     student.train(model.training)
+    student, _ = prepared(student)  # without states that modules have kept with their graph
     small = in_blocks(student, partition.modules, example)
     options = UpgradedOptions(
         blocks,
@@ -206,7 +215,8 @@ def upgrade(
         tuple(balanced),
         strays,
     )
-    set_record_(small, replace(record(small), options=options))
+    set_record_(small, replace(record(small), options=options, prepared=notes))
+    write_config(small, model)
     return small
 
 
@@ -214,15 +224,9 @@ def _patterns(patterns: str | Sequence[str]) -> list[str]:
     return [patterns] if isinstance(patterns, str) else list(patterns)
 
 
-def _check(
-    model: nn.Module, given: Sequence[Any], epochs: int, learning_rate: float, block_loss: float | None, level: float
-) -> None:
+def _check(given: Sequence[Any], epochs: int, learning_rate: float, block_loss: float | None, level: float) -> None:
     if sum(one is not None for one in given) != 1:
         raise InvalidOption("expected one of blocks=k, modules=what discover found, and a Partition")
-    if not isinstance(model, nn.Module):
-        raise InvalidOption(f"expected an nn.Module, got {type(model).__name__}")
-    if hasattr(model, "reorganization"):
-        raise InvalidOption("this model is reorganized already; pass the original, or cx.restore(model)")
     if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1:
         raise InvalidOption(f"epochs must be an integer of at least 1, got {epochs!r}")
     if not 0 < learning_rate < float("inf"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -13,9 +14,10 @@ from torch.nn import functional as F
 
 from crystallite.data.batch import Batch
 from crystallite.operators.conv import Convolution
-from crystallite.statistics.watching import LayerCall, watching
+from crystallite.operators.experts import active_experts
+from crystallite.statistics.watching import LayerCall
 
-__all__ = ["call_counts", "matrix_of", "read_rows", "set_layer_", "written_rows"]
+__all__ = ["call_counts", "matrix_of", "read_rows", "row_counts", "set_layer_", "written_rows"]
 
 Rows = Callable[[torch.Size], Tensor]  # which rows are looked at, by the shape of positions
 
@@ -88,11 +90,30 @@ def call_counts(model: nn.Module, names: Iterable[str], batch: Batch) -> dict[st
     >>> call_counts(net, ["0", "2", "3"], Batch(0, 5, (torch.zeros(5, 1, 4),)))
     {'0': 2, '2': 1, '3': 1}
     """
-    with watching(model, names) as calls:
-        batch.run(model)
-    found = {name: sum(_positions(model.get_submodule(name), call) for call in own) for name, own in calls.items()}
+    found = row_counts(model, names, batch)
     common = math.gcd(*found.values()) or 1
     return {name: count // common for name, count in found.items()}
+
+
+def row_counts(model: nn.Module, names: Iterable[str], batch: Batch) -> dict[str, int]:
+    """How many rows each layer writes on a batch; of a stack of experts, as many as would take all of them.
+
+    >>> row_counts(nn.Sequential(nn.Linear(4, 1)), ["0"], Batch(0, 5, (torch.zeros(5, 4),)))
+    {'0': 5}
+    """
+    found = dict.fromkeys(names, 0)
+
+    def count(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+            found[name] += _positions(module, LayerCall(inputs, output))
+
+        return hook
+
+    with ExitStack() as hooks:
+        for name in found:
+            hooks.callback(model.get_submodule(name).register_forward_hook(count(name)).remove)
+        batch.run(model)
+    return found
 
 
 def _positions(module: nn.Module, call: LayerCall) -> int:
@@ -101,4 +122,5 @@ def _positions(module: nn.Module, call: LayerCall) -> int:
     if not isinstance(written, Tensor):
         return 0
     width = module.out_channels if isinstance(module, Convolution) else written.shape[-1]
-    return written.numel() // max(width, 1)
+    share = active_experts(module, call.inputs)
+    return round(written.numel() // max(width, 1) * (1.0 if share is None else share))

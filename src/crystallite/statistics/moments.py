@@ -30,6 +30,8 @@ class Moments:
 
     def add(self, x: Tensor, t: Tensor) -> None:
         """Take in some rows: x (rows, inputs), t (rows, outputs)."""
+        if not len(x):  # none of a batch reached an expert
+            return
         if not (x.isfinite().all() and t.isfinite().all()):
             raise InvalidOption(
                 f"{self.name}: its activations on the data hold NaN or infinity; check the data, or the "

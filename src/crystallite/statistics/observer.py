@@ -16,7 +16,7 @@ from crystallite.core.errors import InvalidOption
 from crystallite.data.batch import Batch, evaluating
 from crystallite.data.outputs import equal_up_to_rounding, tensors
 from crystallite.operators.low_rank_recurrent import LowRankRecurrent
-from crystallite.statistics.layer_io import read_rows, written_rows
+from crystallite.statistics.layer_io import matrix_of, read_rows, written_rows
 from crystallite.statistics.watching import Enough, LayerCall, watching
 
 __all__ = ["Carry", "ForwardPlan", "Seen", "observe", "outputs_of"]
@@ -39,7 +39,9 @@ class ForwardPlan:
     """The boundaries of a model, modules that each read what the one before returned, and the layers of each segment.
 
     Segment i is boundary i, with what comes before it for the first one; the last segment is what follows all
-    boundaries. A group is some layers of a segment that read the same tensor, so that they can be fitted together.
+    boundaries. A group is some layers of a segment that read the same tensor, so that they can be fitted together. A
+    layer that runs several times is in the segment of its first call; where its calls lie in several segments, there
+    are no boundaries.
     """
 
     boundaries: tuple[str, ...]
@@ -47,9 +49,12 @@ class ForwardPlan:
     reused: frozenset[str]  # layers that run more than once in a call
     unused: frozenset[str]  # layers that do not run
     carry_all: bool = False  # later code reads what earlier boundaries returned, not the last one alone
+    routed: frozenset[str] = frozenset()  # layers that run only where something is sent to them: experts
 
     @classmethod
-    def of(cls, model: nn.Module, names: Sequence[str], batch: Batch) -> ForwardPlan:
+    def of(
+        cls, model: nn.Module, names: Sequence[str], batch: Batch, routed: frozenset[str] = frozenset()
+    ) -> ForwardPlan:
         """How the model passes through the named layers on this batch, in evaluation mode.
 
         Runs from each boundary are compared with a whole run: what the layers read and what the model returns must be
@@ -64,7 +69,9 @@ class ForwardPlan:
         """
         with evaluating(model):
             trace = _Trace.of(model, names, batch)
-            plan = cls(trace.boundaries(model), (), trace.reused, trace.unused)
+            boundaries = trace.boundaries(model)
+            boundaries = () if trace.meets_again(boundaries) else boundaries
+            plan = cls(boundaries, (), trace.reused, trace.unused, routed=routed)
             for found in (plan, replace(plan, carry_all=True)):
                 if _runs_like_the_whole(found, model, names, batch):
                     break
@@ -132,16 +139,29 @@ class _Trace:
         sizes = [sum(p.numel() for child in chain for p in model.get_submodule(child).parameters()) for chain in sound]
         return tuple(sound[sizes.index(max(sizes))]) if sound else ()
 
+    def meets_again(self, boundaries: Sequence[str]) -> bool:
+        """Whether a layer runs in several segments."""
+        where: dict[str, set[int]] = {}
+        for name, _, ends in self.calls:
+            where.setdefault(name, set()).add(self._segment(boundaries, ends))
+        return any(len(where[name]) > 1 for name in self.reused)
+
+    def _segment(self, boundaries: Sequence[str], ends: int) -> int:
+        finished = {boundary for boundary, _ in self.ended[:ends]}
+        return sum(boundary in finished for boundary in boundaries)
+
     def segments(self, boundaries: Sequence[str]) -> tuple[tuple[tuple[str, ...], ...], ...]:
         """The layers of each segment, those together that read the same tensor one after the other."""
         segments: list[list[list[str]]] = [[] for _ in range(len(boundaries) + 1)]
-        place, before, reused = 0, None, self.reused
+        place, before, known, starts = 0, None, set[str](), self.starts
         for name, value, ends in self.calls:
-            finished = {boundary for boundary, _ in self.ended[:ends]}
-            here = sum(boundary in finished for boundary in boundaries)
-            if name in self.names and name not in reused:
-                if here == place and segments[here] and value is before and value is not None:
-                    segments[here][-1].append(name)
+            here = self._segment(boundaries, ends)
+            if name in self.names and name not in known:
+                known.add(name)
+                group = segments[here][-1] if segments[here] else []
+                again = bool(group) and [id(v) for v in starts[group[0]]] == [id(v) for v in starts[name]]
+                if here == place and value is before and value is not None and again:
+                    group.append(name)
                 else:
                     segments[here].append([name])
                 place, before = here, value
@@ -194,25 +214,26 @@ def _same(found: Sequence[Any], expected: Sequence[Any]) -> bool:
 
 
 class _Additions(TorchFunctionMode):
-    """Reports what is added to tensors that were written by watched layers."""
+    """Reports what is added to tensors that were written in watched calls of layers."""
 
-    def __init__(self, added: Callable[[str, Tensor], None]) -> None:
+    def __init__(self, added: Callable[[tuple[str, int], Tensor], None]) -> None:
         super().__init__()
         self.added, self.turn = added, count()
-        self.written: dict[int, tuple[str, Tensor, int]] = {}  # address → layer, what it wrote, and its turn
+        self.written: dict[int, tuple[tuple[str, int], Tensor, int]] = {}  # address → call, what it wrote, its turn
 
-    def write(self, name: str, output: Tensor) -> None:
+    def write(self, call: tuple[str, int], output: Tensor) -> None:
         """A layer has written this."""
-        self.written[output.data_ptr()] = (name, output, next(self.turn))
+        if output.numel():  # nothing has no address of its own
+            self.written[output.data_ptr()] = (call, output, next(self.turn))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", "") in _ADDITIONS and len(args) == 2 and all(isinstance(a, Tensor) for a in args):
             # of two watched layers the later one writes into the other's stream
             own, other = max((args, args[::-1]), key=lambda pair: self._place(pair[0]))
-            name, tensor, _ = self.written.get(own.data_ptr(), ("", None, 0))
+            call, tensor, _ = self.written.get(own.data_ptr(), (("", 0), None, 0))
             if tensor is not None and own.shape == tensor.shape == other.shape:
                 del self.written[own.data_ptr()]
-                self.added(name, other)
+                self.added(call, other)
         return func(*args, **(kwargs or {}))
 
     def _place(self, tensor: Tensor) -> int:
@@ -251,18 +272,20 @@ def observe(
     carry: what the boundaries before returned on this batch; rows: those to keep, by the shape of positions; until: a
     layer before which the run ends, and then the carry is empty. What it reads is seen too.
     """
-    found: dict[str, list[Any]] = {}
+    found: dict[str, list[list[Any]]] = {}  # of each call: what it read, wrote, and what was added
     carried: Carry = ()
 
-    def added(name: str, other: Tensor) -> None:
-        found[name][2] = written_rows(model.get_submodule(name), other, rows)
+    def added(call: tuple[str, int], other: Tensor) -> None:
+        name, number = call
+        found[name][number][2] = written_rows(model.get_submodule(name), other, rows)
 
     additions = _Additions(added)
 
     def done(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
-            found[name] = [read_rows(module, inputs[0], rows), written_rows(module, output, rows), None]
-            additions.write(name, output)
+            calls = found.setdefault(name, [])
+            additions.write((name, len(calls)), output)
+            calls.append([read_rows(module, inputs[0], rows), written_rows(module, output, rows), None])
 
         return hook
 
@@ -273,7 +296,7 @@ def observe(
 
     def arrive_before(module: nn.Module, inputs: tuple[Any, ...]) -> None:
         read = read_rows(module, inputs[0], rows)
-        found[str(until)] = [read, read[:, :0], None]
+        found[str(until)] = [[read, read[:, :0], None]]
         raise Enough
 
     with ExitStack() as stack:
@@ -288,10 +311,22 @@ def observe(
         stack.enter_context(additions)
         stack.enter_context(suppress(Enough))
         batch.run(model)
+    missing = [name for name in (*names, *([until] if until else ())) if name not in found]
+    for name in plan.routed.intersection(missing):
+        weight = matrix_of(model.get_submodule(name))
+        found[name] = [[weight.new_zeros(0, weight.shape[1]), weight.new_zeros(0, len(weight)), None]]
     missing = [name for name in names if name not in found]
     if missing:
         raise InvalidOption(f"{missing[0]}: runs on some batches of the calibration only; name it in ignore=")
-    return {name: Seen(*one) for name, one in found.items()}, carried
+    return {name: _together(calls) for name, calls in found.items()}, carried
+
+
+def _together(calls: Sequence[Sequence[Any]]) -> Seen:
+    """What was seen in all calls of a layer."""
+    if len(calls) == 1:
+        return Seen(*calls[0])
+    read, written, added = zip(*calls, strict=True)
+    return Seen(torch.cat(read), torch.cat(written), None if any(a is None for a in added) else torch.cat(added))
 
 
 def outputs_of(model: nn.Module, batch: Batch, plan: ForwardPlan, segment: int, carry: Carry) -> Any:

@@ -17,6 +17,7 @@ from crystallite.annealing.initial import named_weights
 from crystallite.annealing.neyman import neyman_level, resolve_level
 from crystallite.annealing.random_walk import random_walk_test
 from crystallite.core.errors import InvalidOption
+from crystallite.models.composites import expanded
 from crystallite.models.layers import Unit, find_units
 from crystallite.operators.conv import Convolution
 from crystallite.operators.recurrent import BlockRecurrent
@@ -65,6 +66,7 @@ class AnnealedModel:
         null: nulls.Null | str,
         options: AnnealingOptions,
     ) -> None:
+        model = expanded(model)
         self.model = copy.deepcopy(model)
         self.options = options
         self._bands: dict[tuple[str, float | None], np.ndarray] = {}

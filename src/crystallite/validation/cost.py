@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from crystallite.data.batch import Batch
+from crystallite.operators.experts import active_experts
 
 __all__ = ["Latency", "count_macs", "count_parameters", "measure_latency"]
 
@@ -85,6 +86,10 @@ def _macs(module: Any, inputs: tuple[Any, ...], output: Any) -> int:
         steps = first.numel() // module.input_size  # time steps of all sequences
         weights = blocks if blocks is not None else sum(p.numel() for p in module.parameters() if p.ndim > 1)
         return steps * weights
+    share = active_experts(module, inputs)
+    if share is not None:
+        stacks = sum(p.numel() for p in module.parameters(recurse=False) if p.ndim == 3)
+        return round(len(inputs[1]) * share * stacks)
     if isinstance(module, _TRANSPOSED):
         return first.numel() // module.in_channels * module.weight.numel()
     if isinstance(module, _CONVOLUTIONS) or (blocks is not None and hasattr(module, "out_channels")):

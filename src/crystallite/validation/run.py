@@ -17,6 +17,7 @@ from crystallite.core.suggest import suggest_keywords
 from crystallite.data.batch import Batch, batches, check_repeatable, repeatable
 from crystallite.models.artifact import load
 from crystallite.models.manifest import attach_verdict, check_source
+from crystallite.models.preparing import prepared
 from crystallite.models.record import CompressedOptions, ExactOptions, find_record
 from crystallite.validation.comparison import Comparison, RunningComparison
 from crystallite.validation.continuity import LEAST_LEVELS
@@ -92,8 +93,9 @@ def validate(
     """
     rules = Rules(max_drop, min_agreement, max_relative_deviation, quantile, confidence)
     measured = as_metric(metric)
+    original, _ = prepared(original)
     if isinstance(reorganized, nn.Module):
-        model = reorganized
+        model, _ = prepared(reorganized)
     else:
         check_source(reorganized, original)  # before the work, not after it
         model = load(reorganized, into=original).eval()

@@ -20,6 +20,7 @@ from crystallite.core.suggest import check_choice, suggest_keywords
 from crystallite.core.tables import text_table
 from crystallite.data.batch import Batch, batches, check_repeatable
 from crystallite.data.outputs import equal_up_to_rounding, tensors
+from crystallite.models.preparing import note_preparation_, prepared
 from crystallite.models.record import LayerChange
 from crystallite.reorganization.rewrite import reorganize
 from crystallite.validation.annealed import BONFERRONI, AnnealedModel, LayerStructure
@@ -219,8 +220,7 @@ def sweep(
     asked = list(LEVELS if levels is None else levels)
     if not asked or isinstance(levels, str):
         raise InvalidOption(f"levels: expected a list of levels, got {levels!r}")
-    if hasattr(model, "reorganization"):
-        raise InvalidOption("this model is reorganized already; pass the original, or cx.restore(model)")
+    model, notes = prepared(model, dense=True)
     targets, ignore = ([p] if isinstance(p, str) else list(p) for p in (targets, ignore))
     annealed = AnnealedModel(model, targets, ignore, null, settings[0])
     order = sorted(asked, key=annealed.numeric_level, reverse=True)
@@ -244,6 +244,7 @@ def sweep(
             null=null, random_walk=random_walk, rule=best.rule, alpha=best.alpha, delta0=delta0, tau=tau,
             targets=targets, ignore=ignore, only_if_faster=only_if_faster,
         )  # fmt: skip
+        note_preparation_(built, notes)
         annealed.set_level(best.level, best.rule, best.alpha)
         _check_equal(built, annealed.model, first)
         best, built, reason = _described(best, built)

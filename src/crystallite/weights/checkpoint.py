@@ -21,6 +21,7 @@ from crystallite.weights.gguf_file import read_gguf
 from crystallite.weights.module_roles import module_config, module_roles
 from crystallite.weights.numpy_file import read_npy, read_npz
 from crystallite.weights.onnx_file import read_onnx
+from crystallite.weights.plain_modules import MERGE_FIRST, find_adapters, without_wrappers
 from crystallite.weights.safetensors_file import read_safetensors
 from crystallite.weights.stored import Array, Contents, Role, SourceFile, TensorInfo, in_memory, refuse
 from crystallite.weights.torch_file import is_legacy_torch, named_tensors, read_torch
@@ -32,7 +33,8 @@ class Checkpoint:
     """The tensors of a model: listed in `tensors`, read one at a time, never kept.
 
     `source` says where they are from, `format` what they came in, `config` what Hugging Face's config.json (or a
-    GGUF header) says, and `roles` what the module classes or ONNX nodes that use a tensor make of it.
+    GGUF header) says, `roles` what the module classes or ONNX nodes that use a tensor make of it, and `notes` what a
+    reader of the weights should know about how they were read.
     """
 
     def __init__(self, source: str, contents: Contents) -> None:
@@ -40,6 +42,7 @@ class Checkpoint:
         self.format = contents.format
         self.config = contents.config
         self.roles: Mapping[str, Role] = contents.roles
+        self.notes = contents.notes
         self._stored = {tensor.info.name: tensor for tensor in contents.tensors}
         self.tensors: dict[str, TensorInfo] = {name: tensor.info for name, tensor in self._stored.items()}
         if not self.tensors:
@@ -95,9 +98,15 @@ def open_checkpoint(source: torch.nn.Module | Mapping[str, Any] | str | os.PathL
     [('weight', (2, 3), 'float32'), ('bias', (2,), 'float32')]
     """
     if isinstance(source, torch.nn.Module):
+        source, notes = without_wrappers(source)
         label = type(source).__name__
-        state = {name: value for name, value in source.state_dict().items() if isinstance(value, torch.Tensor)}
-        contents = Contents("module", in_memory(state, label), module_config(source), module_roles(source))
+        if adapted := find_adapters(source):
+            notes += (f"{adapted[-1] or label}: weights without what adapters of PEFT add to them; {MERGE_FIRST}",)
+        stored = source.state_dict()
+        if packed := next((name for name, value in stored.items() if isinstance(value, tuple)), None):
+            refuse(label, "weights as tensors", f"packed ones in {packed}", "pass the model before it was quantised")
+        state = {name: value for name, value in stored.items() if isinstance(value, torch.Tensor)}
+        contents = Contents("module", in_memory(state, label), module_config(source), module_roles(source), notes)
         return Checkpoint(label, contents)
     if isinstance(source, Mapping):
         return Checkpoint("state dict", Contents("state dict", in_memory(named_tensors(source), "state dict")))

@@ -68,7 +68,7 @@ def role_from_name(info: TensorInfo, tensors: Tensors, model_type: str = "") -> 
         turned = kernel_first or _is_in_out(info, tensors, model_type)
         return Role("attention" if is_fused_qkv(info.name) else "linear", layout="in-out" if turned else "out-in")
     if ndim == 3 and _EXPERTS.search(info.name):  # one matrix each
-        return Role("linear")
+        return Role("linear", layout="in-out" if _experts_in_out(info, tensors) else "out-in")
     return Role("conv", layout="kernel-in-out" if kernel_first else "out-in")
 
 
@@ -160,6 +160,17 @@ def _is_in_out(info: TensorInfo, tensors: Tensors, model_type: str) -> bool:
     if model_type:
         return model_type in _GPT2_FAMILIES
     return tensors.gpt2_in_out  # square: as the others are
+
+
+def _experts_in_out(info: TensorInfo, tensors: Tensors) -> bool:
+    """Whether experts are stored (experts, in, out): gate and up in one stack are twice as many as the other reads."""
+    prefix = info.name.rpartition(".")[0]
+    stacks = [tensors.get(f"{prefix}.{leaf}") for leaf in ("gate_up_proj", "down_proj")]
+    shapes = [stack.shape for stack in stacks if stack is not None and len(stack.shape) == 3]
+    if len(shapes) < 2:
+        return False
+    (_, inputs, both), (_, hidden, outputs) = shapes
+    return both == 2 * hidden and inputs == outputs
 
 
 def _bias_says_in_out(info: TensorInfo, tensors: Tensors) -> bool | None:

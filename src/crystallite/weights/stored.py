@@ -112,6 +112,7 @@ class Contents:
     tensors: list[StoredTensor]
     config: dict[str, Any] = field(default_factory=dict)
     roles: dict[str, Role] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()  # on what is in it, for people
 
 
 @dataclass(frozen=True)
@@ -281,6 +282,9 @@ def _checked_value(name: str, value: Any, source: str) -> Array:
             refuse(source, f"a plain tensor {_short(name)}", "a nested one", "call .to_padded_tensor(0) first")
         if value.layout != torch.strided:
             refuse(source, f"a dense tensor {_short(name)}", str(value.layout), "call .to_dense() first")
+        if type(value) not in (torch.Tensor, torch.nn.Parameter):  # of torchao, or spread over processes
+            came = f"a {type(value).__name__} of {type(value).__module__.partition('.')[0]}"
+            refuse(source, f"plain numbers in tensor {_short(name)}", came, "dequantise or gather it first")
         if value.device.type == "meta":
             refuse(source, f"numbers in tensor {_short(name)}", "a tensor on the meta device")
         plain = value.detach().cpu().resolve_conj().resolve_neg()

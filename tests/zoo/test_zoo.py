@@ -1,0 +1,51 @@
+"""Every verb on every model of the zoo works, or refuses for a reason that is written in the registry."""
+
+import functools
+import tempfile
+import warnings
+from pathlib import Path
+
+import pytest
+
+from tests.zoo.cases import Case
+from tests.zoo.models import ZOO
+from tests.zoo.running import run_models
+from tests.zoo.support_page import PAGE, page
+from tests.zoo.tables import problems
+from tests.zoo.verbs import VERBS, run_all
+
+FAST = ("llama", "gpt2", "mixtral", "mamba", "bert_classifier", "t5", "vit", "bidirectional_lstm", "tied_head", "mlp")
+QUICK = [verb for verb in VERBS if verb not in ("upgrade", "onnx", "pretrained")]
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_quick_cells(name, tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the libraries that build the models
+        case = Case(ZOO[name], tmp_path)
+    cells = {verb: outcome.to_json() for verb, outcome in run_all(case, QUICK)}
+    assert problems(ZOO[name], cells) == []
+
+
+@functools.cache
+def family(name):
+    """All cells of a family: its folders are opened again by one fresh process."""
+    names = [other for other, entry in ZOO.items() if entry.family == name and entry.is_available]
+    with tempfile.TemporaryDirectory() as folder:
+        return run_models(names, list(VERBS), Path(folder))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ZOO)
+def test_all_cells(name):
+    if not ZOO[name].is_available:
+        pytest.skip(f"needs {ZOO[name].needs}")
+    assert problems(ZOO[name], family(ZOO[name].family)[name]) == []
+
+
+def test_the_page_lists_every_model():
+    """The page of a run in which every cell comes out as the registry expects."""
+    expected = {
+        name: {verb: {"status": entry.expected(verb), "text": ""} for verb in VERBS} for name, entry in ZOO.items()
+    }
+    assert PAGE.read_text() == page(expected, ZOO)
