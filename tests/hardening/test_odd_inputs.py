@@ -1,6 +1,5 @@
 """Every verb × every odd input: it works, or raises a `CrystalliteError`; nothing else, and no half-written file."""
 
-import copy
 import inspect
 import warnings
 
@@ -24,8 +23,9 @@ def small(model):
     """A model of blocks that a verb can be given, whatever weights it has."""
     layer = nn.Linear(8, 8)
     layer.weight.data *= torch.block_diag(torch.ones(4, 4), torch.ones(4, 4))
+    layer.requires_grad_(False)
     blocks = cx.BlockLinear.from_dense(layer.weight, layer.bias, cx.decompose(layer.weight.detach()))
-    return nn.Sequential(blocks, copy.deepcopy(model))
+    return nn.Sequential(blocks, model)
 
 
 def filled(value):
@@ -106,7 +106,7 @@ VERBS = {
     "compress by tolerance": lambda model, data, path: cx.compress(model, data, tolerance=0.5),
     "polish": lambda model, data, path: cx.compress(model, data, budget=0.6, polish_steps=2, checkpoint=path / "c"),
     "upgrade": lambda model, data, path: cx.upgrade(model, data=data, blocks=2, epochs=1, checkpoint=path / "c"),
-    "validate": lambda model, data, path: cx.validate(model, copy.deepcopy(model), data),
+    "validate": lambda model, data, path: cx.validate(model, network(), data),
     "sweep": lambda model, data, path: cx.sweep(model, data, [0.1, 0.01]),
     "discover": lambda model, data, path: cx.discover(model, data, samples=16),
     "export": lambda model, data, path: cx.export(model, path / "m.onnx", data),
@@ -134,36 +134,43 @@ def works_or_refuses(verb, *arguments, folder=None):
         warnings.simplefilter("ignore")  # PyTorch warns of some of these itself
         try:
             verb(*arguments)
+            return
         except cx.CrystalliteError as error:
-            assert len(str(error)) > 10
-            if folder is not None:
-                left = [path for path in folder.rglob("*") if path.is_file() and path.parent.name != "step"]
-                assert not [path for path in left if path.name.startswith(".")]
-                assert not (folder / "a").exists()
-                assert not (folder / "m.onnx").exists()
+            message = str(error)
+    assert len(message) > 10
+    if folder is not None:  # checkpoints of what had begun may stay
+        written = {path.name for path in folder.rglob("*") if "c" not in path.relative_to(folder).parts}
+        assert not written
 
 
 @pytest.mark.parametrize("odd", MODELS)
 @pytest.mark.parametrize("verb", VERBS)
 def test_odd_weights(tmp_path, verb, odd):
     model = network()
-    MODELS[odd](model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        MODELS[odd](model)
     works_or_refuses(VERBS[verb], model, X, tmp_path, folder=tmp_path)
 
 
 @pytest.mark.parametrize("odd", DATA)
 @pytest.mark.parametrize("verb", WITH_DATA)
 def test_odd_data(tmp_path, verb, odd):
-    data = DATA[odd]()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        data = DATA[odd]()
     works_or_refuses(VERBS[verb], network(), data, tmp_path, folder=tmp_path)
-    if isinstance(data, torch.Tensor) and verb in ("upgrade", "validate"):
+    if isinstance(data, torch.Tensor) and not data.is_nested and data.ndim and verb in ("upgrade", "validate"):
         works_or_refuses(VERBS[verb], network(), _labels(data), tmp_path, folder=tmp_path)
 
 
 @pytest.mark.parametrize("odd", MATRICES)
 @pytest.mark.parametrize("verb", MATRIX_VERBS)
 def test_odd_matrices(verb, odd):
-    works_or_refuses(MATRIX_VERBS[verb], MATRICES[odd]())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        matrix = MATRICES[odd]()
+    works_or_refuses(MATRIX_VERBS[verb], matrix)
 
 
 KEYWORDS = {

@@ -106,7 +106,7 @@ def compress(
         True
     """
     _check(budget, blocks, joint, tolerance, objective, ridge, polish_steps, checkpoint)
-    model, notes = prepared(model, dense=True)
+    model, notes = prepared(model, dense=True, finite=True)
     if tolerance is not None:
         check_tolerance(tolerance, confidence, risk)
     widest = max((p[0].numel() for p in model.parameters() if p.ndim > 1), default=1)
