@@ -185,7 +185,8 @@ def work(name: str, seed: int, first: int, count: int, keep: Path | None) -> Non
 def _writes_elsewhere(arguments: tuple[Any, ...], folder: Path) -> bool:
     path, mode, flags = arguments
     writing = flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT) if isinstance(flags, int) else "r" not in (mode or "r")
-    return bool(writing) and isinstance(path, str) and not path.startswith((str(folder), "/dev/", "/proc/"))
+    ours = isinstance(path, str) and (path.startswith((str(folder), "/dev/", "/proc/")) or "__pycache__" in path)
+    return bool(writing) and not ours  # numba keeps what it compiled for a dtype that it has not met before
 
 
 def _memory(what: str) -> int:

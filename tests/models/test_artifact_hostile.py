@@ -108,7 +108,7 @@ HOSTILE = {
     "no manifest": (lambda f: (f / "manifest.json").unlink(), "found no manifest"),
     "empty manifest": (lambda f: (f / "manifest.json").write_text(""), "empty file"),
     "a list": (lambda f: (f / "manifest.json").write_text("[]"), "expected a JSON object as manifest"),
-    "brackets": (lambda f: (f / "manifest.json").write_text("[" * 100_000), "brackets"),
+    "brackets": (lambda f: (f / "manifest.json").write_text("[" * 100_000), "manifest in JSON"),
     "a name twice": (lambda f: (f / "manifest.json").write_text('{"a": 1, "a": 2}'), "twice"),
     "another version": (edit_manifest(version=1), "expected format crystallite 4"),
     "another format": (edit_manifest(format="other"), "expected format"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numbers
 import os
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -53,16 +53,17 @@ def _fits(value: Any, kind: Any) -> bool:
     if origin is Literal:
         return isinstance(value, str)  # which of them is checked by name
     if origin in (Sequence, Iterable) or kind in (Sequence, Iterable):
-        inner = get_args(kind)
-        if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
+        inner = get_args(kind)[:1]
+        if not isinstance(value, Iterable) or (isinstance(value, (str, bytes, Mapping)) and inner != (Any,)):
             return False
-        return not (isinstance(value, (list, tuple)) and inner) or all(_fits(item, inner[0]) for item in value)
+        return not isinstance(value, Sized) or all(_fits(item, each) for item in value for each in inner)
     if kind in (None, NoneType):
         return value is None
     if kind is bool:
         return isinstance(value, bool) or type(value).__name__ == "bool"  # NumPy's
     if kind in _NUMBERS:
-        return isinstance(value, _NUMBERS[kind]) and not isinstance(value, bool)
+        whole = isinstance(value, numbers.Integral)
+        return isinstance(value, _NUMBERS[kind]) and not isinstance(value, bool) and not (whole and abs(value) >= 2**63)
     base = origin or kind
     if base is Any or not isinstance(base, type) or getattr(base, "_is_protocol", False):
         return True

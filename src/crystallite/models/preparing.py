@@ -66,9 +66,7 @@ def prepared(model: Any, *, dense: bool = False, finite: bool = False) -> tuple[
     for name, value in model.named_parameters() if dense else ():
         if value.ndim > 1 and not value.numel():
             shape = tuple(value.shape)
-            raise InvalidOption(
-                f"{name}: expected a layer with neurons, got a weight of shape {shape}; remove it"
-            )
+            raise InvalidOption(f"{name}: expected a layer with neurons, got a weight of shape {shape}; remove it")
     for name, value in model.named_parameters() if finite else ():
         if value.is_floating_point() and not bool(torch.isfinite(value).all()):
             raise InvalidOption(f"{name}: expected finite numbers, got NaN or infinity; it cannot be fitted or trained")
