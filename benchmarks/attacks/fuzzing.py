@@ -8,6 +8,7 @@ holds, keeps there what reached new code, and ends with an error at the first in
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import sys
 import tempfile
@@ -17,6 +18,11 @@ from pathlib import Path
 from typing import Any
 
 KINDS = ("safetensors", "torch", "torch legacy", "npz", "npz deflated", "npy", "gguf", "onnx", "artifact", "journal")
+_COMPILED = (
+    "structure.decompose", "structure.hubs", "structure.levels", "annealing.anneal",
+    "operators.chain", "operators.conv", "operators.feed_forward", "operators.low_rank_recurrent",
+    "operators.recurrent",
+)  # fmt: skip
 _SUFFIXES = {"torch": ".pt", "torch legacy": ".pt", "npz deflated": ".npz"}
 
 
@@ -70,7 +76,7 @@ def _artifacts(_kind: str, folder: Path) -> Callable[[bytes], None]:
         model = cx.load(folder / name)
         try:
             with torch.no_grad():
-                model.eval()(given[name])
+                model.eval()(*given[name])
         except (RuntimeError, ValueError, IndexError, TypeError, NotImplementedError):  # of PyTorch, at the call
             return
 
@@ -123,10 +129,11 @@ def main(arguments: list[str] | None = None) -> None:
     given.corpus.mkdir(parents=True, exist_ok=True)
     import atheris
 
-    with atheris.instrument_imports(include=["crystallite.weights", "crystallite.models", "crystallite.analysis"]):
-        import crystallite.analysis
-        import crystallite.models.artifact
-        import crystallite.weights  # noqa: F401
+    for compiled in _COMPILED:  # numba cannot compile what atheris has put its counters into
+        importlib.import_module(f"crystallite.{compiled}")
+    with atheris.instrument_imports(include=["crystallite"]):
+        for watched in ("weights", "models.artifact", "analysis.run"):
+            importlib.import_module(f"crystallite.{watched}")
     warnings.simplefilter("ignore")
     for i, data in enumerate(sound(given.kind)):
         (given.corpus / f"sound-{i}").write_bytes(data)

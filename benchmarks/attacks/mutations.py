@@ -68,10 +68,12 @@ def _open_model(path: Path, given: Any) -> str:
         del left
         try:
             with torch.no_grad():
-                answers.append(_flat(model(given)))
+                answers.append(_flat(model(*given)))
         except cx.CrystalliteError:
             raise
-        except Exception:  # PyTorch's own: what was described computes nothing from such inputs
+        except Exception as error:  # PyTorch's own: what was described computes nothing from such inputs
+            if isinstance(error, IndexError) and ("bounds" in str(error) or "outside its array" in str(error)):
+                raise  # a table that should not have been believed
             return "error at the call"
     same = all(torch.equal(a.nan_to_num(0.123), b.nan_to_num(0.123)) for a, b in zip(*answers, strict=True))
     return "opened" if same else "varies"
@@ -93,7 +95,7 @@ def _open_state(path: Path) -> str:
     return "opened"
 
 
-class _Kind:
+class Kind:
     """Makes sound files of one kind, damages them, and opens them."""
 
     def __init__(self, name: str, folder: Path) -> None:
@@ -110,7 +112,7 @@ class _Kind:
             import torch
 
             seeds.pretrained(self.sound)
-            self.open = lambda path: _open_model(path, torch.tensor([[1, 2, 3]]))
+            self.open = lambda path: _open_model(path, (torch.tensor([[1, 2, 3]]),))
         else:
             given = seeds.artifact(name, self.sound)
             self.open = lambda path: _open_model(path, given)
@@ -144,7 +146,7 @@ def work(name: str, seed: int, first: int, count: int, keep: Path | None) -> Non
     torch.set_num_threads(1)
     executed: list[str] = []
     with tempfile.TemporaryDirectory() as temporary:
-        kind = _Kind(name, keep or Path(temporary))
+        kind = Kind(name, keep or Path(temporary))
         for _ in range(3):
             assert kind.open(kind.sound) == "opened"
         for i in range(20):  # errors, too, bring code with them

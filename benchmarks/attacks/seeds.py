@@ -137,6 +137,22 @@ def _feed_forward(gate: bool) -> nn.Module:
     return cx.BlockFeedForward.from_dense(first, nn.SiLU(), second, other if gate else None, form="layers")
 
 
+def _attention() -> nn.Module:
+    from crystallite.operators.attention import ExpandedAttention
+
+    return ExpandedAttention.from_dense(nn.MultiheadAttention(8, 2, batch_first=True))
+
+
+def _experts() -> nn.Module:
+    from crystallite.operators.experts import Expert, Experts, Gating
+
+    gated = [Expert(nn.Linear(6, 4), nn.Linear(6, 4), nn.Linear(4, 6), nn.SiLU()) for _ in range(2)]
+    clipped = Expert(
+        None, cx.LowRankLinear(nn.Linear(6, 2, False), nn.Linear(2, 4)), nn.Linear(4, 6), None, Gating(1.7, 7.0)
+    )
+    return Experts([*gated, clipped])
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {  # and the shape of what each is called with
     "BlockLinear": (lambda: nn.Sequential(_block_linear(), nn.Softmax(-1)), (20, 16)),
     "BlockChain": (_with_chain, (2, 8)),
@@ -151,16 +167,23 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {  # and th
         lambda: nn.Sequential(cx.LowRankConv(nn.Conv2d(4, 2, 3, bias=False), nn.Conv2d(2, 6, 1)), nn.MaxPool2d(2)),
         (2, 4, 6, 6),
     ),
+    "ExpandedAttention": (_attention, (2, 3, 8)),
+    "Experts": (_experts, (5, 6)),
     "LowRankRecurrent": (lambda: cx.LowRankRecurrent("GRU", 5, 8, [(2, 2), (0, 3)], num_layers=2), (6, 4, 5)),
 }
 
 
-def artifact(name: str, folder: Path) -> Tensor:
+def artifact(name: str, folder: Path) -> tuple[Tensor, ...]:
     """Save a model as an artifact; returns what to call it with."""
     torch.manual_seed(0)
     make, shape = MODELS[name]
     cx.save(make().eval(), folder)
-    return torch.randn(shape)
+    x = torch.randn(shape)
+    if name == "ExpandedAttention":
+        return x, x, x
+    if name == "Experts":  # which of them each token is sent to, and what they count
+        return x, torch.tensor([[0, 1], [1, 2], [2, 0], [0, 2], [1, 0]]), torch.rand(5, 2)
+    return (x,)
 
 
 def pretrained(folder: Path) -> None:

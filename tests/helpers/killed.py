@@ -1,8 +1,8 @@
-"""Runs a verb in forked processes that kill themselves at random moments, then to its end: `python -m … VERB FOLDER SEED`.
+"""`python -m tests.helpers.killed VERB FOLDER SEED`: a verb killed at random moments, and then run to its end.
 
-A moment is a number of events that Python's audit hooks see (files opened, made, renamed, …), counted from the beginning
-of the verb, so that it is the same on a slow machine. Prints the hash of the resumed result, that of an uninterrupted
-one, and after how many events each process was killed.
+Its processes are forked. A moment is a number of events that Python's audit hooks see (files opened, made, renamed, …)
+since the verb began, so that it is the same on a slow machine. Prints the hash of the resumed result, that of an
+uninterrupted one, and after how many events each process was killed.
 """
 
 import hashlib

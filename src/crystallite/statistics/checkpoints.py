@@ -57,12 +57,14 @@ class Checkpoints:
         if stored.get("format") != "crystallite training" or stored.get("version") != _VERSION:
             raise CheckpointError(f"{step / _RECORD}: expected the state of a training run, version {_VERSION}")
         if stored.get("run") != self.run:
-            kept = stored.get("run") or {}
+            kept = stored["run"] if isinstance(stored.get("run"), dict) else {}
             differs = [name for name in self.run if kept.get(name) != self.run[name]]
             raise InvalidOption(
                 f"{self.folder}: holds the checkpoint of another run ({', '.join(differs)} differ); "
                 "choose another folder or remove it"
             )
+        if not isinstance(stored.get("record"), dict):
+            raise CheckpointError(f"{step / _RECORD}: expected a record, got {stored.get('record')!r:.80}")
         with open_checkpoint(step / _TENSORS) as checkpoint:
             tensors = {name: torch.as_tensor(checkpoint.read(name)).clone() for name in checkpoint.tensors}
         return State(tensors, stored["record"])
