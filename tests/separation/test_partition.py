@@ -85,7 +85,7 @@ def test_impossible_partitions_are_refused():
         random_partition(chains, 1)
     with pytest.raises(cx.InvalidOption, match="expected 12 labels for in"):
         Partition(2, chains, ({"in": np.zeros(12, int)},))
-    with pytest.raises(cx.InvalidOption, match="no layer to separate"):
+    with pytest.raises(cx.InvalidOption, match="that can be separated matches targets"):
         find_chains(nn.Sequential(nn.ReLU()))
 
 

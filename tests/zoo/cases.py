@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from crystallite.data.batch import Batch, batches
-from tests.zoo.entry import BATCH, SAMPLES, Entry
+from tests.zoo.entry import BATCH, Entry
 
 __all__ = [
     "Case", "NotApplicable", "Nothing", "Outcome", "Wrong", "answers", "deviation", "main", "plain_text", "same",
@@ -66,7 +66,7 @@ class Case:
     def __init__(self, entry: Entry, folder: Path) -> None:
         self.entry, self.folder = entry, folder
         self.model = entry.model()
-        self.calibration = entry.batches(1, SAMPLES)
+        self.calibration = entry.batches(1, entry.samples)
         self.judging = list(batches(entry.batches(2, 4 * BATCH)))  # samples that nothing was fitted on
         self.fresh = self.judging[0]
         self.made: dict[str, nn.Module] = {}

@@ -25,8 +25,9 @@ LATENT = EXPERTS | {
 }  # fmt: skip
 
 GATED = Pairs(r"mlp\.up_proj", r"mlp\.down_proj")
-STACKED = Pairs(r"experts(\.gate_up_proj)?", r"experts\.down_proj")
+STACKED = Pairs(r"experts\.\d+\.up", r"experts\.\d+\.down")
 VALUE = Pairs("v_proj", "o_proj")
+RESCALED = Pairs(r"feed_forward\.key", r"feed_forward\.value", "the model rescales its weights as it runs")
 KEY = Pairs("q_proj", "k_proj")
 NORMED = Pairs("q_proj", "k_proj", "queries and keys are normalised over each head")
 ROTARY = {"feed_forward": (GATED,), "value_output": (VALUE,), "query_key": (KEY,)}
@@ -108,10 +109,10 @@ DECODERS = [
     decoder("granitemoe", "GraniteMoe", LLAMA | LOCAL, "experts", **MIXED),
     decoder("deepseek_v2", "DeepseekV2", LLAMA | LATENT | {"topk_method": "greedy"}, "latent attention",
             feed_forward=(GATED, STACKED), value_output=(Pairs("kv_b_proj", "o_proj"),),
-            query_key=(Pairs("q_b_proj", "kv_b_proj"),)),
+            query_key=(Pairs("q_b_proj", "kv_b_proj", "keys are written into a new tensor, from two layers"),)),
     decoder("deepseek_v3", "DeepseekV3", LLAMA | LATENT | {"n_group": 2, "topk_group": 1}, "latent attention",
             feed_forward=(GATED, STACKED), value_output=(Pairs("kv_b_proj", "o_proj"),),
-            query_key=(Pairs("q_b_proj", "kv_b_proj"),)),
+            query_key=(Pairs("q_b_proj", "kv_b_proj", "keys are written into a new tensor, from two layers"),)),
     decoder("mamba", "Mamba", TOKENS | {"hidden_size": HIDDEN, "num_hidden_layers": 2, "state_size": 8}, "state space",
             padded=False),
     decoder("mamba2", "Mamba2", TOKENS | {"hidden_size": HIDDEN, "num_hidden_layers": 2, "state_size": 16,
@@ -119,7 +120,7 @@ DECODERS = [
     decoder("falcon_mamba", "FalconMamba", TOKENS | {"hidden_size": HIDDEN, "num_hidden_layers": 2, "state_size": 8},
             "state space", padded=False),
     decoder("rwkv", "Rwkv", TOKENS | {"hidden_size": HIDDEN, "num_hidden_layers": 2, "context_length": 64},
-            "state space", padded=False, feed_forward=(Pairs(r"feed_forward\.key", r"feed_forward\.value"),)),
+            "state space", padded=False, feed_forward=(RESCALED,)),
     decoder("jamba", "Jamba", LLAMA | {"num_hidden_layers": 2, "attn_layer_period": 2, "attn_layer_offset": 1,
             "expert_layer_period": 2, "expert_layer_offset": 1, "num_experts": 4, "num_experts_per_tok": 2,
             "use_mamba_kernels": False, "mamba_d_state": 8}, "state space", padded=False,

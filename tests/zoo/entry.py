@@ -61,6 +61,7 @@ class Entry:
     feed_forward: tuple[Pairs, ...] = ()
     value_output: tuple[Pairs, ...] = ()
     query_key: tuple[Pairs, ...] = ()
+    samples: int = SAMPLES  # of calibration data
     generates: bool = False
     own_code: bool = False  # loaded `into=` an instance of the original
     refused: Mapping[str, str] = field(default_factory=dict)  # verb → words of the reason that is expected
@@ -130,7 +131,7 @@ def token_ids(length: int) -> Callable[[int, int], Tensor]:
     return made
 
 
-def images(name: str = "pixel_values", channels: int = 3, size: int = 32, samples: int = SAMPLES) -> Batches:
+def images(name: str = "pixel_values", channels: int = 3, size: int = 32) -> Batches:
     """Smooth patches and edges plus noise, so that neighbouring pixels are related."""
 
     def made(seed: int, count: int) -> list[Any]:
@@ -197,6 +198,8 @@ def plant_(model: nn.Module, seed: int = 0) -> nn.Module:
         if id(parameter) in done or not parameter.is_floating_point():
             continue
         done.add(id(parameter))
+        if "Sinusoidal" in type(owner).__name__:
+            continue  # computed, so some models do not store them
         if isinstance(owner, (nn.Embedding, nn.EmbeddingBag)):
             scale = 0.5 if "pos" in name else 1.0
             parameter.copy_(scale * torch.randn(parameter.shape, generator=rng))

@@ -18,8 +18,8 @@ __all__ = ["PLAIN"]
 
 LINEARS = {
     "feed_forward": (Pairs("linear1", "linear2"),),
-    "value_output": (Pairs(r"(self_attn|multihead_attn)(\.in_proj_weight)?", r"(self_attn|multihead_attn)\.out_proj"),),
-    "query_key": (Pairs(r"\w+_attn(\.in_proj_weight)?", r"\w+_attn\.in_proj_weight"),),
+    "value_output": (Pairs(r"\w+_attn\.v", r"\w+_attn\.out"),),
+    "query_key": (Pairs(r"\w+_attn\.q", r"\w+_attn\.k"),),
 }
 
 
@@ -281,11 +281,11 @@ PLAIN = [
     plain("shared_layers", Shared, SEQUENCES, own_code=True, feed_forward=LINEARS["feed_forward"]),
     plain("all_states", AllStates, SEQUENCES, own_code=True, feed_forward=(Pairs(r"\d+\.0", r"\d+\.2"),)),
     plain("all_states_named", AllStatesNamed, SEQUENCES, own_code=True, feed_forward=(Pairs(r"\d+\.0", r"\d+\.2"),)),
-    plain("weight_norm", weight_norm, VECTORS, planted=False, feed_forward=HIDDEN_LAYERS),
-    plain("spectral_norm", spectral_norm, VECTORS, planted=False, feed_forward=HIDDEN_LAYERS),
-    plain("parametrized", parametrized, VECTORS, planted=False, feed_forward=HIDDEN_LAYERS),
-    plain("torch_prune", pruned, VECTORS, planted=False, feed_forward=HIDDEN_LAYERS),
-    plain("torch_compile", compiled, VECTORS, planted=False, feed_forward=HIDDEN_LAYERS),
+    plain("weight_norm", weight_norm, VECTORS, planted=False, own_code=True, feed_forward=HIDDEN_LAYERS),
+    plain("spectral_norm", spectral_norm, VECTORS, planted=False, own_code=True, feed_forward=HIDDEN_LAYERS),
+    plain("parametrized", parametrized, VECTORS, planted=False, own_code=True, feed_forward=HIDDEN_LAYERS),
+    plain("torch_prune", pruned, VECTORS, planted=False, own_code=True, feed_forward=HIDDEN_LAYERS),
+    plain("torch_compile", compiled, VECTORS, planted=False, own_code=True, feed_forward=HIDDEN_LAYERS),
     plain("torchscript", scripted, VECTORS, planted=False, feed_forward=HIDDEN_LAYERS),
     plain("data_parallel", parallel, VECTORS, planted=False, own_code=True, feed_forward=HIDDEN_LAYERS),
     llama_as("llama_bf16", lambda: llama(torch.bfloat16), "bfloat16"),

@@ -19,6 +19,7 @@ from crystallite.data.batch import Batch, batches
 from crystallite.models.composites import expanded
 from crystallite.models.experts import units_and_experts
 from crystallite.models.opening import open_model
+from crystallite.models.preparing import prepared
 from tests.zoo.cases import (
     Case,
     NotApplicable,
@@ -290,7 +291,7 @@ def report(case: Case) -> dict[str, Any]:
 
 def units(case: Case) -> dict[str, Any]:
     """Which pairs the fitted path would take as units, of those that the architecture has."""
-    model = expanded(case.entry.model())
+    model = expanded(prepared(case.entry.model())[0])
     names = {unit.name for unit in units_and_experts(model, ["*"], []) if not unit.reason}
     prunable, why = find_prunable_with_experts(model, names, names, next(batches(case.calibration)))
     kinds = {"feed_forward": [], "value_output": [], "query_key": []}
@@ -302,7 +303,7 @@ def units(case: Case) -> dict[str, Any]:
     missed = []
     for what in ("feed_forward", "value_output", "query_key"):
         for pair in getattr(case.entry, what):
-            expected = pair.expected(case.model)
+            expected = pair.expected(model)
             found = sum(pair.is_in(tuple(layers)) for layers in kinds[what])
             numbers.setdefault(what, []).append([found, expected, pair.reason])
             missed += [f"{what} {found} of {expected}"] if found < expected and not pair.reason else []

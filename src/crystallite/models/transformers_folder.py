@@ -321,12 +321,14 @@ def _check_rebuilt(model: nn.Module, before: nn.Module, made: nn.Module, modules
     What the model before had beyond its class is its owner's own.
     """
     own = _differences(_shapes(before), _shapes(made))
+    class_has = {name for name, _ in made.named_modules()}
+    added = tuple(f"{name}." for name, _ in before.named_modules() if name not in class_has)
     try:
         _put_blocks(made, modules, None)
     except CheckpointError as error:
         raise InvalidOption(f"the model could not be opened again: {error}; pass its layer as ignore=") from None
     found, rebuilt = _shapes(model), _shapes(made)
-    if wrong := sorted(_differences(found, rebuilt) - own):
+    if wrong := sorted(name for name in _differences(found, rebuilt) - own if not name.startswith(added)):
         name = wrong[0]
         raise InvalidOption(
             f"{name}: the model could not be opened again: from_pretrained would make {rebuilt.get(name, 'no tensor')} "
