@@ -182,6 +182,18 @@ HOSTILE = {
     "a size that is an object": (_whole(type="LayerNorm", arguments={"normalized_shape": [{}]}), "as normalized_shape"),
     "a half-precision bias": (_edit_weights(_half), "3: expected numbers of one dtype among .*, got float16, float32"),
     "another dtype than described": (_edit_weights(_wide), "4: expected numbers of one dtype .*, got float32, float64"),
+    "padding of gigabytes": (
+        _whole(type="Conv2d", arguments={"in_channels": 1, "out_channels": 1, "kernel_size": 3, "padding": 3000}),
+        "pads to at most 1048576 positions",
+    ),
+    "dilation of gigabytes": (
+        _whole(type="Conv2d", arguments={
+            "in_channels": 1, "out_channels": 1, "kernel_size": 3, "padding": "same", "dilation": 3000,
+        }), "pads to at most 1048576 positions",
+    ),
+    "pooling to gigabytes": (
+        _whole(type="AdaptiveAvgPool2d", arguments={"output_size": [10**5, 10**5]}), "as output_size of Ad"
+    ),
     "nothing said of frozen parameters": (edit_manifest(frozen=None), "expected 'frozen'"),
 }  # fmt: skip
 
