@@ -13,7 +13,14 @@ if TYPE_CHECKING:
     from crystallite.annealing import nulls
     from crystallite.annealing.anneal import Annealing, anneal
     from crystallite.compression.compress import compress
-    from crystallite.core.errors import CheckpointError, CrystalliteError, InvalidMap, InvalidMatrix, InvalidOption
+    from crystallite.core.errors import (
+        CheckpointError,
+        CrystalliteError,
+        InvalidMap,
+        InvalidMatrix,
+        InvalidOption,
+        WriteError,
+    )
     from crystallite.core.maps import Embedding, Permutation, Projection
     from crystallite.core.tables import Table
     from crystallite.discovery import Modules, discover
@@ -87,6 +94,7 @@ __all__ = [
     "Table",
     "UpgradedOptions",
     "Verdict",
+    "WriteError",
     "analyze",
     "anneal",
     "attach_verdict",
@@ -124,7 +132,7 @@ _HOME = {
         "analysis": "Analysis MatrixAnalysis analyze",
         "annealing.anneal": "Annealing anneal",
         "compression.compress": "compress",
-        "core.errors": "CheckpointError CrystalliteError InvalidMap InvalidMatrix InvalidOption",
+        "core.errors": "CheckpointError CrystalliteError InvalidMap InvalidMatrix InvalidOption WriteError",
         "core.maps": "Embedding Permutation Projection",
         "core.tables": "Table",
         "discovery": "Modules discover",

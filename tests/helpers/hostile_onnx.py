@@ -42,8 +42,8 @@ HOSTILE = {
     "unknown data type": (model(tensor((1,), kind=99, raw=bytes(4))), "a known ONNX data type"),
     "name twice": (model(tensor((1,), raw=bytes(4)) * 2), "each tensor name once"),
     "graphs in graphs": (model(nested(40)), "at most 16 deep"),
-    "empty nodes": (model(b"\x0a\x00" * 2_100_000), "at most 2000000 fields"),
-    "small nodes": (model(message(1, b"\x0a\x01x\x22\x01A") * 210_000), "at most 200000 nodes and weights"),
-    "small weights": (model(b"\x2a\x00" * 210_000), "at most 200000 nodes and weights"),
+    "empty nodes": (model(b"\x0a\x00" * 1_100_000), "at most 1000000 fields"),
+    "small nodes": (model(message(1, b"\x0a\x01x\x22\x01A") * 110_000), "at most 100000 nodes and weights"),
+    "small weights": (model(b"\x2a\x00" * 110_000), "at most 100000 nodes and weights"),
     "endless name": (model(message(1, message(3, b"n" * 100_000))), "absurdly long"),
 }

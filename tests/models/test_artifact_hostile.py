@@ -108,7 +108,7 @@ HOSTILE = {
     "no manifest": (lambda f: (f / "manifest.json").unlink(), "found no manifest"),
     "empty manifest": (lambda f: (f / "manifest.json").write_text(""), "empty file"),
     "a list": (lambda f: (f / "manifest.json").write_text("[]"), "expected a JSON object as manifest"),
-    "brackets": (lambda f: (f / "manifest.json").write_text("[" * 100_000), "brackets"),
+    "brackets": (lambda f: (f / "manifest.json").write_text("[" * 100_000), "manifest in JSON"),
     "a name twice": (lambda f: (f / "manifest.json").write_text('{"a": 1, "a": 2}'), "twice"),
     "another version": (edit_manifest(version=1), "expected format crystallite 4"),
     "another format": (edit_manifest(format="other"), "expected format"),
@@ -182,6 +182,18 @@ HOSTILE = {
     "a size that is an object": (_whole(type="LayerNorm", arguments={"normalized_shape": [{}]}), "as normalized_shape"),
     "a half-precision bias": (_edit_weights(_half), "3: expected numbers of one dtype among .*, got float16, float32"),
     "another dtype than described": (_edit_weights(_wide), "4: expected numbers of one dtype .*, got float32, float64"),
+    "padding of gigabytes": (
+        _whole(type="Conv2d", arguments={"in_channels": 1, "out_channels": 1, "kernel_size": 3, "padding": 3000}),
+        "pads to at most 1048576 positions",
+    ),
+    "dilation of gigabytes": (
+        _whole(type="Conv2d", arguments={
+            "in_channels": 1, "out_channels": 1, "kernel_size": 3, "padding": "same", "dilation": 3000,
+        }), "pads to at most 1048576 positions",
+    ),
+    "pooling to gigabytes": (
+        _whole(type="AdaptiveAvgPool2d", arguments={"output_size": [10**5, 10**5]}), "as output_size of Ad"
+    ),
     "nothing said of frozen parameters": (edit_manifest(frozen=None), "expected 'frozen'"),
 }  # fmt: skip
 

@@ -7,7 +7,7 @@ from torch import nn
 
 from crystallite.core.errors import CheckpointError
 from crystallite.weights import open_checkpoint, recognise
-from crystallite.weights.names import role_from_name
+from crystallite.weights.names import Tensors, role_from_name
 from crystallite.weights.stored import TensorInfo
 
 GATES = {"LSTM": ("i", "f", "g", "o"), "GRU": ("r", "z", "n"), "RNN": ("h",)}
@@ -203,8 +203,8 @@ def test_gpt2_weights_are_turned_by_class_name_or_bias():
 
 def test_the_config_decides_for_gpt2_without_biases():
     square = TensorInfo("h.0.mlp.c_proj.weight", (8, 8), "float32", 256)
-    assert role_from_name(square, {}, "gpt2").layout == "in-out"
-    assert role_from_name(square, {}, "gpt_bigcode").layout == "out-in"
+    assert role_from_name(square, Tensors(), "gpt2").layout == "in-out"
+    assert role_from_name(square, Tensors(), "gpt_bigcode").layout == "out-in"
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from crystallite.analysis.verdict import model_verdict
 from crystallite.annealing.neyman import CORRECTIONS, resolve_level
 from crystallite.annealing.random_walk import DELTA0, METHODS, TAU, check_band
 from crystallite.core.errors import InvalidOption
+from crystallite.core.files import writing
 from crystallite.core.suggest import check_choice, matching, suggest_keywords
 from crystallite.core.tables import by_expert, span, terminal_width, text_table
 from crystallite.weights.checkpoint import Checkpoint, open_checkpoint
@@ -242,13 +243,13 @@ class _Store:
         if not _ENTRY.startswith(start):  # a kill may have cut even the first line short
             raise InvalidOption(f"{path}: expected a file that `resume` wrote before, or none; it is left as it was")
         if text and not text.endswith("\n"):
-            with path.open("a") as file:
+            with writing(path), path.open("a") as file:
                 file.write("\n")
         for line in text.splitlines():
             try:
                 entry = json.loads(line)
                 row, known = MatrixAnalysis(**entry["row"]), (entry["fingerprint"], entry["options"])
-            except (ValueError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError, RecursionError):
                 continue  # the line a kill cut short
             if known == (self._fingerprint.get(row.name), self._options):
                 self.rows[row.name] = row
@@ -258,7 +259,7 @@ class _Store:
         if self._path is None:
             return
         entry = {"fingerprint": self._fingerprint[row.name], "options": self._options, "row": row.to_json()}
-        with self._path.open("a") as file:
+        with writing(self._path), self._path.open("a") as file:
             file.write(json.dumps(entry) + "\n")
 
 

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from crystallite.annealing.distributions import Normal, Null, Orthogonal, Uniform
-from crystallite.core.errors import InvalidOption
+from crystallite.core.arrays import odd_tensor
+from crystallite.core.errors import InvalidMatrix, InvalidOption
 
 __all__ = [
     "candidates",
@@ -145,6 +146,8 @@ def named_weights(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, Null]]
 def _weights_and_nulls(root: nn.Module) -> Iterator[tuple[str, torch.Tensor, Null]]:
     for prefix, module in root.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
+            if odd := odd_tensor(parameter):
+                raise InvalidMatrix(f"{prefix}.{name}: expected {odd}")
             null = _initial(root, prefix, module, name, parameter)
             if null is not None:
                 yield f"{prefix}.{name}" if prefix else name, parameter, null
@@ -173,7 +176,7 @@ def _initial(root: nn.Module, prefix: str, module: nn.Module, name: str, weight:
     if last in fans:  # a layer that was a part of an attention's weight
         return xavier_uniform(*fans[last])
     # torch.nn.init counts dimension 1 as inputs everywhere, also for transposed convolutions; Bilinear does the same
-    fan_in = weight.shape[1] if isinstance(module, nn.Bilinear) else weight[0].numel()
+    fan_in = weight.shape[1] if isinstance(module, nn.Bilinear) else math.prod(weight.shape[1:])
     return kaiming_uniform(fan_in, math.sqrt(5))
 
 

@@ -106,7 +106,7 @@ def compress(
         True
     """
     _check(budget, blocks, joint, tolerance, objective, ridge, polish_steps, checkpoint)
-    model, notes = prepared(model, dense=True)
+    model, notes = prepared(model, dense=True, finite=True)
     if tolerance is not None:
         check_tolerance(tolerance, confidence, risk)
     widest = max((p[0].numel() for p in model.parameters() if p.ndim > 1), default=1)
@@ -162,8 +162,8 @@ def _check(
     check_choice("objective", objective, OBJECTIVES)
     if objective != "macs" and blocks is not None:
         raise InvalidOption("objective= says what a budget is a share of: pass budget= or tolerance= with it")
-    if not ridge > 0:
-        raise InvalidOption(f"ridge: expected a positive number, got {ridge!r}")
+    if not 0 < ridge < 1e30:
+        raise InvalidOption(f"ridge: expected a positive number below 1e30, got {ridge!r}")
     if isinstance(polish_steps, bool) or not isinstance(polish_steps, int) or polish_steps < 0:
         raise InvalidOption(f"polish_steps: expected an integer of at least 0, got {polish_steps!r}")
     if checkpoint is not None and not polish_steps:

@@ -16,7 +16,7 @@ import torch
 
 from crystallite.core.errors import InvalidMatrix, InvalidOption
 
-__all__ = ["Magnitudes", "as_matrix", "magnitudes"]
+__all__ = ["Magnitudes", "as_matrix", "magnitudes", "odd_tensor"]
 
 _BLOCK_BYTES = 4 << 20  # rows converted at a time when the matrix cannot be viewed in place
 
@@ -132,14 +132,27 @@ class Magnitudes:
         return signed.view(fmt.torch_dtype).to(torch.float64).numpy()
 
 
+def odd_tensor(tensor: torch.Tensor) -> str:
+    """What was expected, what came and the way out where a tensor is no plain block of numbers; "" where it is one.
+
+    >>> odd_tensor(torch.eye(2)), odd_tensor(torch.eye(2, device="meta"))
+    ('', 'numbers, got a tensor on the meta device')
+    """
+    if tensor.is_nested:
+        return "a plain tensor, got a nested one; call .to_padded_tensor(0) first"
+    if tensor.layout != torch.strided:
+        return f"a dense tensor, got layout {tensor.layout}; call .to_dense() first"
+    return "numbers, got a tensor on the meta device" if tensor.is_meta else ""
+
+
 def as_matrix(matrix: Any, name: str = "matrix") -> np.ndarray | torch.Tensor:
     """The argument as a 2-D real array or detached tensor, without a copy; `InvalidMatrix` says why it cannot be."""
     if isinstance(matrix, torch.Tensor):
-        if matrix.layout != torch.strided:
-            raise InvalidMatrix(f"{name}: expected a dense tensor, got layout {matrix.layout}; call .to_dense() first")
-        if matrix.is_meta:
-            raise InvalidMatrix(f"{name}: expected numbers, got a tensor on the meta device")
-        result: np.ndarray | torch.Tensor = matrix.detach()
+        if odd := odd_tensor(matrix):
+            raise InvalidMatrix(f"{name}: expected {odd}")
+        if matrix.is_quantized:
+            raise InvalidMatrix(f"{name}: expected plain numbers, got a quantised tensor; call .dequantize() first")
+        result: np.ndarray | torch.Tensor = matrix.detach().resolve_neg()  # a minus sign may be a bit of the tensor
     else:
         try:
             result = np.asanyarray(matrix)

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from crystallite.core.errors import InvalidOption
+from crystallite.core.files import write_file
 
 __all__ = ["PALETTE", "SERIES", "Box", "Dot", "Drawing", "Label", "Line", "Raster", "Shape"]
 
@@ -152,8 +153,7 @@ class Drawing:
         target = Path(path)
         if target.suffix not in (".svg", ".png"):
             raise InvalidOption(f"{target}: expected a name that ends in .svg or .png")
-        target.write_bytes(self.png() if target.suffix == ".png" else self.svg().encode())
-        return target
+        return write_file(target, self.png() if target.suffix == ".png" else self.svg().encode())
 
     def _repr_html_(self) -> str:
         return self.svg()

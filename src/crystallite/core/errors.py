@@ -10,6 +10,7 @@ __all__ = [
     "InvalidMap",
     "InvalidMatrix",
     "InvalidOption",
+    "WriteError",
 ]
 
 
@@ -27,6 +28,10 @@ class InvalidMap(CrystalliteError, ValueError):
 
 class InvalidOption(CrystalliteError, ValueError):
     """An argument outside the values it may take."""
+
+
+class WriteError(CrystalliteError):
+    """A file or folder that cannot be written: no space, no permission, or something else in its place."""
 
 
 class CheckpointError(CrystalliteError):

@@ -15,6 +15,7 @@ import torch
 from numba import njit
 
 from crystallite.core.arrays import Magnitudes
+from crystallite.core.index_checks import CHECK_INDICES
 
 __all__ = ["compiled", "over_rows", "over_tasks", "run_on_openmp_threads", "thread_count"]
 
@@ -28,8 +29,10 @@ def compiled(function: Any) -> Any:
     """The function as machine code that runs without the interpreter lock, kept on disk where some folder allows it.
 
     numba refuses a cache it can write nowhere (read-only packages and no home, as in many containers); without one
-    each process compiles for itself.
+    each process compiles for itself. What is kept checks no index, so it is not used where indices are checked.
     """
+    if CHECK_INDICES:
+        return njit(nogil=True)(function)
     try:
         return njit(nogil=True, cache=True)(function)
     except RuntimeError:
@@ -65,7 +68,7 @@ def run_on_openmp_threads(threads: int, function: Any, argument: int) -> None:
     The threads are those of PyTorch's OpenMP, where it can be found: they spin for a while after each operation, so
     they are there at once, and any others would have to wait for the cores until they are done with that.
     """
-    if threads == 1:
+    if threads == 1 or CHECK_INDICES:  # the others would wait for ever for one that met an error
         function.ctypes(argument)
     elif (start := _openmp()) is not None:
         start(function.address, argument, threads, 0)

@@ -10,6 +10,7 @@ from functools import wraps
 from typing import ParamSpec, TypeVar
 
 from crystallite.core.errors import InvalidOption
+from crystallite.core.option_types import check_types
 
 __all__ = ["check_choice", "matching", "nearest", "suggest_keywords"]
 
@@ -64,13 +65,16 @@ def matching(names: Iterable[str], targets: str | Sequence[str], ignore: str | S
 def suggest_keywords(function: Callable[P, R]) -> Callable[P, R]:
     """The function, whose error for a mistyped keyword names the nearest: Python does so only from 3.13 on.
 
+    Arguments of another type than the signature says are refused, too.
+
     >>> @suggest_keywords
     ... def test(*, level=0.01): ...
     >>> test(levle=0.1)
     Traceback (most recent call last):
     TypeError: test() got an unexpected keyword argument 'levle'; did you mean 'level'?
     """
-    known = inspect.signature(function).parameters
+    signature = inspect.signature(function)
+    known = signature.parameters
 
     @wraps(function)
     def checked(*arguments: P.args, **keywords: P.kwargs) -> R:
@@ -78,6 +82,7 @@ def suggest_keywords(function: Callable[P, R]) -> Callable[P, R]:
             if name not in known:
                 wrong = f"{function.__qualname__}() got an unexpected keyword argument {name!r}"
                 raise TypeError(wrong + nearest(name, known))
+        check_types(function, signature.bind(*arguments, **keywords).arguments)
         return function(*arguments, **keywords)
 
     return checked

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from crystallite.core.arrays import odd_tensor
 from crystallite.core.errors import InvalidOption
 from crystallite.data.outputs import equal_up_to_rounding, main_output, same_structure, tensors
 
@@ -165,11 +166,12 @@ def _batch(item: Any, offset: int, name: str) -> Batch:
     positional: tuple[Any, ...] = ()
     named: dict[str, Any] = {}
     if isinstance(inputs, Mapping):
-        named = {str(key): _tensor(value) for key, value in inputs.items()}
+        named = {str(key): _tensor(value, name) for key, value in inputs.items()}
         target = named.pop("labels", None) if target is None else target
     else:
-        positional = tuple(map(_tensor, inputs)) if isinstance(inputs, (tuple, list)) else (_tensor(inputs),)
-    target = _tensor(target)
+        several = inputs if isinstance(inputs, (tuple, list)) else (inputs,)
+        positional = tuple(_tensor(value, name) for value in several)
+    target = _tensor(target, name)
     if target is not None and not isinstance(target, Tensor):
         raise InvalidOption(f"{name}: expected a tensor as the target, got {type(target).__name__}")
     counted = next((v for v in (*positional, *named.values()) if isinstance(v, Tensor)), None)
@@ -179,8 +181,18 @@ def _batch(item: Any, offset: int, name: str) -> Batch:
     return Batch(offset, len(counted), positional, named, target)
 
 
-def _tensor(value: Any) -> Any:
-    return torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+def _tensor(value: Any, name: str) -> Any:
+    """The value, arrays as tensors; tensors of kinds that layers are not called with are refused."""
+    if isinstance(value, np.ndarray):
+        try:
+            return torch.from_numpy(value.astype(value.dtype.newbyteorder("="), copy=False))
+        except TypeError:
+            raise InvalidOption(f"{name}: expected an array of numbers, got one of {value.dtype}") from None
+    if isinstance(value, Tensor):
+        if odd := odd_tensor(value):
+            raise InvalidOption(f"{name}: expected {odd}")
+        return value.resolve_conj().resolve_neg()
+    return value
 
 
 @contextmanager

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from crystallite.core.errors import CrystalliteError, InvalidOption
+from crystallite.core.files import sync_folder, writing
 from crystallite.core.suggest import suggest_keywords
 from crystallite.data.batch import Batch, batches
 from crystallite.data.outputs import ROUNDING
@@ -114,8 +115,10 @@ def export(
         traced, *checked = take_past_(function, checked)
     else:
         traced = _at_least_two(checked[0])
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as made:
+    with writing(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        folder = tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent)
+    with writing(target), folder as made:
         file = Path(made) / "model.onnx"
         graph = _write_with_free_axes(library, function, int8, file, traced, _equal_axes(function, traced, checked))
         if int8:
@@ -129,6 +132,7 @@ def export(
                 f"is allowed{'; raise max_deviation=, or export without int8=True' if int8 else ''}"
             )
         length = file.stat().st_size
+        sync_folder(file.parent)
         file.replace(target)
     notes = [
         *([f"computes in float32: the weights were {half}, for which ONNX Runtime lacks operators"] if half else []),

@@ -14,8 +14,6 @@ from __future__ import annotations
 import copy
 import importlib.metadata
 import os
-import shutil
-import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,6 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from crystallite.core.errors import CheckpointError, InvalidOption
+from crystallite.core.files import new_folder
 from crystallite.core.suggest import suggest_keywords
 from crystallite.models.description import OPERATORS, build, check_indices, describe_parts, mixed_dtypes, replace
 from crystallite.models.manifest import (
@@ -75,6 +74,7 @@ def save(
 
     Raises:
         InvalidOption: the folder exists, or the model holds nothing that could be loaded again.
+        WriteError: there is no space, or no permission to write there; nothing is left then.
     """
     target = Path(path)
     if target.exists():
@@ -108,18 +108,12 @@ def save(
         "verdict": None,
         "metadata": metadata or {},
     }
-    folder = target.parent / f".{target.name}.{uuid.uuid4().hex}"
-    folder.mkdir(parents=True)
-    try:
+    with new_folder(target) as folder:
         if in_config is None:
             save_file({name: _alone(value) for name, value in state.items() if name not in ties}, folder / WEIGHTS)
         else:
             write_pretrained(model, folder, None if files is None else Path(files))
         write_manifest(folder, manifest | {"weights_sha256": weights_sha256(folder)})
-        folder.rename(target)
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
     return target
 
 

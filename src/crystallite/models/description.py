@@ -11,6 +11,7 @@ that hold indices in those bounds and yet fit to nothing.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -25,7 +26,7 @@ from crystallite.core.errors import CheckpointError, CrystalliteError, InvalidOp
 from crystallite.models.swap import put_
 from crystallite.operators.attention import ExpandedAttention
 from crystallite.operators.chain import BlockChain
-from crystallite.operators.conv import BlockConv
+from crystallite.operators.conv import MOST_POSITIONS, BlockConv, check_reach
 from crystallite.operators.experts import Expert, Experts
 from crystallite.operators.feed_forward import BlockFeedForward
 from crystallite.operators.linear import BlockLinear
@@ -369,7 +370,13 @@ def _built(value: Any) -> Any:
         for number in given if isinstance(given, tuple) else (given,):
             if not isinstance(number, (int, float, str, NoneType)) or (type(number) is int and abs(number) > _LARGEST):
                 raise ValueError(f"{number!r:.80} as {name} of {kind}")
-    return cls(**arguments)
+    made = cls(**arguments)
+    if isinstance(made, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
+        check_reach(made)
+    sizes = arguments.get("output_size", ())
+    if math.prod(size or 1 for size in (sizes if isinstance(sizes, tuple) else (sizes,))) > MOST_POSITIONS:
+        raise ValueError(f"{sizes} as output_size of {kind}")
+    return made
 
 
 def _dtype(operator: nn.Module) -> torch.dtype:

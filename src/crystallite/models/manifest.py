@@ -12,15 +12,16 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from crystallite.core.errors import CheckpointError, InvalidOption
+from crystallite.core.files import write_file
 from crystallite.weights.checkpoint import open_checkpoint
 from crystallite.weights.stored import SourceFile, load_json
 
@@ -109,12 +110,7 @@ def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
         text = json.dumps(plain | {"manifest_sha256": _signature(plain)}, indent=1)
     except (TypeError, ValueError) as error:
         raise InvalidOption(f"options, metadata and verdicts must be plain JSON values: {error}") from None
-    unfinished = folder / f".{MANIFEST}.{uuid.uuid4().hex}"
-    try:
-        unfinished.write_text(text + "\n")
-        unfinished.replace(folder / MANIFEST)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    write_file(folder / MANIFEST, f"{text}\n".encode())
 
 
 def attach_verdict(path: str | os.PathLike[str], verdict: dict[str, Any]) -> None:
@@ -198,9 +194,10 @@ def source_sha256(source: nn.Module | Mapping[str, Any] | str | os.PathLike[str]
         for name, info in sorted(checkpoint.tensors.items()):
             if info.alias_of is None:
                 digest.update(json.dumps([name, info.dtype, info.shape]).encode())
-                values = torch.as_tensor(checkpoint.read(name))
-                numbers: Any = values.contiguous().reshape(-1).view(torch.uint8).numpy()
-                digest.update(numbers)
+                values: Any = checkpoint.read(name)
+                if isinstance(values, torch.Tensor):
+                    values = values.contiguous().reshape(-1).view(torch.uint8).numpy()
+                digest.update(np.ascontiguousarray(values).reshape(-1).view(np.uint8))
     return digest.hexdigest()
 
 

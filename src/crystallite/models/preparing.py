@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from crystallite.core.arrays import odd_tensor
 from crystallite.core.errors import InvalidOption
 from crystallite.models.record import find_record, set_record_
 from crystallite.weights.plain_modules import MERGE_FIRST, find_adapters, without_wrappers
@@ -27,12 +28,13 @@ _PACKAGES = {  # whose layers hold weights in a form of their own
 }  # fmt: skip
 
 
-def prepared(model: Any, *, dense: bool = False) -> tuple[nn.Module, tuple[str, ...]]:
+def prepared(model: Any, *, dense: bool = False, finite: bool = False) -> tuple[nn.Module, tuple[str, ...]]:
     """The model without wrappers, and notes on what was taken off; the model itself where nothing was.
 
     Args:
         model: what the user passed.
-        dense: refuse a model that was reorganized or compressed before, too.
+        dense: refuse a model that was reorganized or compressed before, too, and layers without neurons.
+        finite: refuse one with NaN or infinity among its parameters, too.
 
     Returns:
         The model and the notes.
@@ -61,6 +63,13 @@ def prepared(model: Any, *, dense: bool = False) -> tuple[nn.Module, tuple[str, 
     for name, value in _tensors(model):
         if reason := _without_numbers(value):
             raise InvalidOption(f"{name}: expected {reason}")
+    for name, value in model.named_parameters() if dense else ():
+        if value.ndim > 1 and not value.numel():
+            shape = tuple(value.shape)
+            raise InvalidOption(f"{name}: expected a layer with neurons, got a weight of shape {shape}; remove it")
+    for name, value in model.named_parameters() if finite else ():
+        if value.is_floating_point() and not bool(torch.isfinite(value).all()):
+            raise InvalidOption(f"{name}: expected finite numbers, got NaN or infinity; it cannot be fitted or trained")
     plain, notes = without_wrappers(model)
     if dense and find_record(plain) is not None:
         raise InvalidOption("this model is reorganized already; pass the original, or cx.restore(model)")
@@ -123,6 +132,8 @@ def _without_numbers(value: Any) -> str:
         return f"plain numbers in memory, got {came}; pass the model in floating point, and quantise the result"
     if value.is_meta:
         return "numbers, got a tensor on the meta device; load the weights first"
+    if odd := odd_tensor(value):
+        return odd
     if value.is_complex():
         return f"real numbers, got {value.dtype}; layers of complex numbers are not taken apart"
     return ""

@@ -127,18 +127,20 @@ def open_pretrained(folder: Path, into: nn.Module | None = None) -> nn.Module:
     if not sys.stderr.isatty():
         library.utils.logging.disable_progress_bar()
     try:
-        config = library.AutoConfig.from_pretrained(folder, local_files_only=True)
+        config = library.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         names = config.architectures or ["AutoModel"]  # then all weights must be known: a head has no other name
         own = into is not None and type(into).__name__ == names[0]
         cls: Any = type(into) if own else getattr(library, names[0], None)
-        if cls is None:
+        if not (isinstance(cls, type) and (own or names == ["AutoModel"] or issubclass(cls, library.PreTrainedModel))):
             raise CheckpointError(
                 f"{folder}: a {names[0]:.80}, which transformers {library.__version__} does not have; open it with "
                 "code of your own, or pass into= an instance of it"
             )
         asked = {"output_loading_info": True, "ignore_mismatched_sizes": True}  # they are named below
         model, info = cls.from_pretrained(folder, local_files_only=True, **asked)
-    except (ValueError, RuntimeError, KeyError, TypeError) as error:
+    except CheckpointError:
+        raise
+    except Exception as error:  # it meets damaged files in its own ways: OSError, AttributeError, SafetensorError …
         raise CheckpointError(f"{folder}: transformers cannot open it: {error}") from None
     ours = (folder / MANIFEST).is_file() or _is_ours(getattr(config, "quantization_config", None))
     _check_keys(folder, model, info, strict=ours or not config.architectures)

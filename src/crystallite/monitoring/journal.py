@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+from crystallite.core.files import write_file, writing
 
 __all__ = ["Journal", "read_journal"]
 
@@ -28,17 +29,16 @@ class Journal:
             self._resume(step)
             self._resumed = True
         lines = [json.dumps(_plain(row), ensure_ascii=False, allow_nan=False) + "\n" for row in rows]
-        with self.path.open("a", encoding="utf-8") as file:
+        with writing(self.path), self.path.open("a", encoding="utf-8") as file:
             file.write("".join(lines))
 
     def _resume(self, step: int) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with writing(self.path):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
         if not self.path.exists():
             return
         before = [row for row in read_journal(self.path) if row["step"] < step]
-        beside = self.path.with_name(self.path.name + ".part")
-        beside.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in before), encoding="utf-8")
-        os.replace(beside, self.path)
+        write_file(self.path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in before).encode())
 
 
 def read_journal(path: Path | str) -> list[dict[str, Any]]:

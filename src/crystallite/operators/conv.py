@@ -14,10 +14,11 @@ from crystallite.core.errors import InvalidMatrix, InvalidOption
 from crystallite.structure.bipartite import BipartiteStructure
 from crystallite.structure.decompose import decompose
 
-__all__ = ["BlockConv", "Convolution", "channel_structure"]
+__all__ = ["MOST_POSITIONS", "BlockConv", "Convolution", "channel_structure", "check_reach"]
 
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 Block = tuple[np.ndarray, np.ndarray]  # output and input channels
+MOST_POSITIONS = 1 << 20  # that a description may ask for in each channel, beside those of the input
 _SETTINGS = ("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups", "padding_mode")
 _KINDS: dict[str, type[Convolution]] = {kind.__name__: kind for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d)}
 
@@ -135,6 +136,7 @@ class BlockConv(nn.Module):
             came = ", ".join(settings)[:200]
             raise InvalidOption(f"expected the settings {', '.join(_SETTINGS)} and bias, got {came}")
         conv = _KINDS[description["kind"]](**settings, device="meta")
+        check_reach(conv)
         parts = [
             _like(conv, in_channels=inputs, out_channels=outputs, groups=groups, bias=False)
             for inputs, outputs, groups in description["parts"]
@@ -239,6 +241,22 @@ class BlockConv(nn.Module):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.extra_repr()})"
+
+
+def check_reach(conv: nn.Module) -> None:
+    """Refuse a described convolution that would pad a sample to more than a million positions: it would take gigabytes.
+
+    >>> check_reach(nn.Conv2d(3, 4, 3, padding=3000))
+    Traceback (most recent call last):
+    crystallite.core.errors.InvalidOption: expected a convolution that pads to at most 1048576 positions, got padding
+    (3000, 3000) and dilation (1, 1) of a kernel (3, 3)
+    """
+    assert isinstance(conv, (nn.Conv1d, nn.Conv2d, nn.Conv3d))
+    padding = conv.padding if isinstance(conv.padding, tuple) else (0,) * len(conv.kernel_size)
+    reach = [max(p, d * (k - 1)) for p, d, k in zip(padding, conv.dilation, conv.kernel_size, strict=True)]
+    if math.prod(1 + 2 * each for each in reach) > MOST_POSITIONS:
+        came = f"padding {conv.padding} and dilation {conv.dilation} of a kernel {conv.kernel_size}"
+        raise InvalidOption(f"expected a convolution that pads to at most {MOST_POSITIONS} positions, got {came}")
 
 
 def _check_kind(conv: object) -> None:

@@ -70,6 +70,7 @@ class BlockLinear(Blocks):
     @classmethod
     def from_dense(cls, weight: Tensor, bias: Tensor | None, structure: BipartiteStructure) -> BlockLinear:
         """The blocks of a weight matrix; what lies outside them is dropped, so pass the annealed weight."""
+        as_matrix(weight, "weight")
         if tuple(weight.shape) != structure.shape:
             raise InvalidMatrix(
                 f"weight: expected shape {structure.shape}, as the structure has, got {tuple(weight.shape)}"

@@ -19,6 +19,7 @@ from crystallite.analysis.run import Analysis, analyze_with
 from crystallite.annealing.random_walk import DELTA0, TAU
 from crystallite.core.drawing import Drawing
 from crystallite.core.errors import InvalidOption
+from crystallite.core.files import write_file
 from crystallite.core.suggest import check_choice, suggest_keywords
 from crystallite.models.artifact import load
 from crystallite.models.summary import summary
@@ -59,22 +60,15 @@ class Report:
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the page and return its path."""
-        target = Path(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(self.html, encoding="utf-8")
-        return target
+        return write_file(path, self.html.encode())
 
     def figures(self, folder: str | os.PathLike[str], format: str = "svg") -> list[Path]:
         """Write every figure as a file of its own for papers, and return their paths; "png" needs Pillow."""
         check_choice("format", format, ("svg", "png"))
-        target = Path(folder)
-        target.mkdir(parents=True, exist_ok=True)
-        written = []
-        for name, drawing in self._drawings.items():
-            path = target / f"{name}.{format}"
-            path.write_bytes(drawing.svg().encode() if format == "svg" else drawing.png())
-            written.append(path)
-        return written
+        return [
+            write_file(Path(folder) / f"{name}.{format}", drawing.svg().encode() if format == "svg" else drawing.png())
+            for name, drawing in self._drawings.items()
+        ]
 
     def _repr_html_(self) -> str:
         """The page in a frame of its own, so that neither its script nor its style touches the notebook."""

@@ -135,7 +135,9 @@ def upgrade(
     """
     made = partition if isinstance(partition, Partition) and blocks is None else None
     _check((blocks, modules, made), epochs, learning_rate, block_loss, level)
-    model, notes = prepared(model, dense=True)
+    if seed < 0:
+        raise InvalidOption(f"seed: expected a whole number from 0 on, got {seed}")
+    model, notes = prepared(model, dense=True, finite=True)
     data = repeatable(data)
     with torch.random.fork_rng(devices=[]):  # whoever calls keeps their random numbers
         torch.manual_seed(seed)

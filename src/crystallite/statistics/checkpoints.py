@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from crystallite.core.errors import CheckpointError, InvalidOption
+from crystallite.core.files import new_folder
 from crystallite.weights.checkpoint import open_checkpoint
 from crystallite.weights.stored import SourceFile, load_json
 
@@ -57,34 +57,26 @@ class Checkpoints:
         if stored.get("format") != "crystallite training" or stored.get("version") != _VERSION:
             raise CheckpointError(f"{step / _RECORD}: expected the state of a training run, version {_VERSION}")
         if stored.get("run") != self.run:
-            kept = stored.get("run") or {}
+            kept = stored["run"] if isinstance(stored.get("run"), dict) else {}
             differs = [name for name in self.run if kept.get(name) != self.run[name]]
             raise InvalidOption(
                 f"{self.folder}: holds the checkpoint of another run ({', '.join(differs)} differ); "
                 "choose another folder or remove it"
             )
+        if not isinstance(stored.get("record"), dict):
+            raise CheckpointError(f"{step / _RECORD}: expected a record, got {stored.get('record')!r:.80}")
         with open_checkpoint(step / _TENSORS) as checkpoint:
             tensors = {name: torch.as_tensor(checkpoint.read(name)).clone() for name in checkpoint.tensors}
         return State(tensors, stored["record"])
 
     def write(self, step: int, state: State) -> None:
         """Keep a state; earlier ones are removed once it is there."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        unfinished, target = self.folder / f".{uuid.uuid4().hex}", self.folder / f"step-{step:09d}"
-        unfinished.mkdir()
-        try:
+        target = self.folder / f"step-{step:09d}"
+        with new_folder(target) as unfinished:
             save_file({name: t.detach().cpu().contiguous().clone() for name, t in state.tensors.items()},
                       unfinished / _TENSORS)  # fmt: skip
             written = {"format": "crystallite training", "version": _VERSION, "run": self.run, "record": state.record}
             (unfinished / _RECORD).write_text(json.dumps(written) + "\n")
-            for file in (unfinished / _TENSORS, unfinished / _RECORD):
-                with file.open("rb") as stream:
-                    os.fsync(stream.fileno())  # the name must not be there before the contents
-            if target.exists():
-                shutil.rmtree(target)
-            unfinished.rename(target)
-        finally:
-            shutil.rmtree(unfinished, ignore_errors=True)
         for old in self.folder.glob("step-*"):
             if old != target:
                 shutil.rmtree(old, ignore_errors=True)

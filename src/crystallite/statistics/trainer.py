@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from crystallite.core.errors import CheckpointError
 from crystallite.statistics.checkpoints import Checkpoints, State
 
 __all__ = ["Trainer", "share_of_rate"]
@@ -55,8 +56,14 @@ class Trainer:
         self.optimizer = torch.optim.Adam(parameters, rate)
         self.step, self.checkpoints = 0, checkpoints
         saved = None if checkpoints is None else checkpoints.latest()
-        if saved is not None:
-            self._load(saved)
+        if saved is not None and checkpoints is not None:
+            try:
+                self._load(saved)
+            except (KeyError, RuntimeError, TypeError, ValueError) as error:
+                raise CheckpointError(
+                    f"{checkpoints.folder}: expected the state of this run, got another or a damaged one "
+                    f"({type(error).__name__}: {error!s:.200}); remove it to begin anew"
+                ) from None
         self._written = time.monotonic()
 
     def descend(self, error: Tensor) -> None:

@@ -13,6 +13,8 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from crystallite.core.index_checks import check_span
+
 __all__ = ["LANES", "bit_count", "lowest_bit", "surviving_lanes", "unsettled_lanes"]
 
 LANES = 64
@@ -28,8 +30,9 @@ class _Group:
     def load(self, array_type: Any, array: Any) -> Any:
         """The group's entries of a contiguous array."""
         vector = ir.VectorType(ir.IntType(array_type.dtype.bitwidth), self.size)
-        data = self.context.make_array(array_type)(self.context, self.builder, array).data
-        pointer = self.builder.bitcast(self.builder.gep(data, [self.offset]), vector.as_pointer())
+        entries = self.context.make_array(array_type)(self.context, self.builder, array)
+        check_span(self.context, self.builder, entries, self.offset, self.size)
+        pointer = self.builder.bitcast(self.builder.gep(entries.data, [self.offset]), vector.as_pointer())
         return self.builder.load(pointer, align=array_type.dtype.bitwidth // 8)
 
     def splat(self, scalar: Any) -> Any:

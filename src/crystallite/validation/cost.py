@@ -95,7 +95,7 @@ def _macs(module: Any, inputs: tuple[Any, ...], output: Any) -> int:
     if isinstance(module, _CONVOLUTIONS) or (blocks is not None and hasattr(module, "out_channels")):
         return output.numel() // module.out_channels * (module.weight.numel() if blocks is None else blocks)
     if isinstance(module, nn.Linear) or (blocks is not None and hasattr(module, "in_features")):
-        return first.numel() // module.in_features * (module.weight.numel() if blocks is None else blocks)
+        return first.numel() // max(1, module.in_features) * (module.weight.numel() if blocks is None else blocks)
     if type(module).__name__ == "Conv1D" and hasattr(module, "nf"):  # transformers' linear layer of GPT-2
         return output.numel() * math.prod(module.weight.shape) // module.nf
     return 0

@@ -202,7 +202,7 @@ def _sweep_like(
 ) -> Sweep:
     """A sweep with the options that the model was reorganized with, where it says them."""
     found, known = find_record(reorganized), dict[str, Any]()
-    chosen = list(LEVELS if levels == "default" else levels)
+    chosen = list(LEVELS if isinstance(levels, str) and levels == "default" else levels)
     if found is not None:
         known["targets"] = [change.name for change in found.changes]
         if isinstance(found.options, ExactOptions):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import zipfile
 import zlib
 
-from crystallite.weights.stored import SourceFile, refuse
+from crystallite.weights.stored import SourceFile, check_names, refuse
 
 __all__ = ["ARCHIVE_ERRORS", "open_zip"]
 
@@ -31,6 +31,7 @@ def open_zip(file: SourceFile) -> zipfile.ZipFile:
         refuse(file.path, "a zip archive", f"{error}: truncated or corrupt")
     entries = archive.infolist()
     names = [entry.filename for entry in entries]
+    check_names(file.path, names, len(names), file.size)
     if len(set(names)) != len(names):
         refuse(file.path, "each archive member once", "one name twice")
     if sum(entry.compress_size for entry in entries) > file.size:

@@ -61,6 +61,9 @@ def read_index(root: Path, index_name: str, read_file: ReadFile) -> Contents:
     if not all(isinstance(shard, str) for shard in weight_map.values()):
         refuse(path, "file names in weight_map", "something else")
     shards = {shard: inside(root, shard, named_in=path) for shard in sorted(set(weight_map.values()))}
+    named: dict[str, list[str]] = {shard: [] for shard in shards}
+    for name, shard in weight_map.items():
+        named[shard].append(name)
     tensors: dict[str, StoredTensor] = {}
     formats = set()
     for shard, shard_path in shards.items():
@@ -70,7 +73,7 @@ def read_index(root: Path, index_name: str, read_file: ReadFile) -> Contents:
             if tensor.info.name in tensors:
                 refuse(path, "each tensor in one shard", f"{tensor.info.name!r:.80} again in {shard}")
             tensors[tensor.info.name] = tensor
-        missing = [name for name, file in weight_map.items() if file == shard and name not in tensors]
+        missing = [name for name in named[shard] if name not in tensors]
         if missing:
             refuse(path, f"tensor {missing[0]!r:.80} in {shard}", f"{len(contents.tensors)} others there")
     return Contents("+".join(sorted(formats)), list(tensors.values()))

@@ -19,6 +19,7 @@ from crystallite.weights.stored import (
     StoredTensor,
     TensorInfo,
     byte_count,
+    check_names,
     checked_shape,
     refuse,
     refuse_overlaps,
@@ -33,8 +34,8 @@ _PLAIN = {
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 _STRING, _ARRAY = 8, 9
 _MAX_DIMENSIONS = 8
-_MAX_ENTRIES = 100_000  # tensors or keys; each becomes an object of a kilobyte
-_MAX_STRINGS = 2_000_000  # walked one by one; the largest vocabularies have a quarter
+_MAX_KEYS = 20_000  # a model has fifty
+_MAX_STRINGS = 1_000_000  # walked one by one; the largest vocabularies have half of them
 
 
 class _Walker:
@@ -95,11 +96,13 @@ def read_gguf(file: SourceFile) -> Contents:
         version, tensor_count, key_count = walker.number("<I"), walker.number("<Q"), walker.number("<Q")
         if version not in (2, 3):
             refuse(file.path, "GGUF version 2 or 3 (little-endian)", f"{version}")
-        for what, count in (("tensors", tensor_count), ("keys", key_count)):
-            if count > min(_MAX_ENTRIES, file.size // 12):  # an entry takes at least 12 bytes
+        for what, count, most in (("tensors", tensor_count, file.size), ("keys", key_count, _MAX_KEYS)):
+            if count > min(most, file.size // 12):  # an entry takes at least 12 bytes
                 refuse(file.path, f"as many {what} as {file.size} bytes can hold", f"a count of {count}")
+        check_names(file.path, (), tensor_count, file.size)
         config = _metadata(file, walker, key_count)
         entries = [_tensor_entry(file, walker) for _ in range(tensor_count)]
+        check_names(file.path, (entry[0] for entry in entries), tensor_count, file.size)
         header_end = walker.position
     alignment = config.get("general.alignment", 32)
     if not (isinstance(alignment, int) and 0 < alignment <= 1 << 20 and alignment & (alignment - 1) == 0):

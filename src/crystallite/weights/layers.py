@@ -15,7 +15,7 @@ import numpy as np
 
 from crystallite.core.errors import CheckpointError
 from crystallite.weights.checkpoint import Checkpoint
-from crystallite.weights.names import is_fused_qkv, layer_name, role_from_name
+from crystallite.weights.names import Tensors, is_fused_qkv, layer_name, role_from_name
 from crystallite.weights.stored import Array, Layout, Role, TensorInfo
 
 __all__ = ["Kind", "Layer", "recognise"]
@@ -111,12 +111,14 @@ def recognise(checkpoint: Checkpoint) -> list[Layer]:
             aliases.setdefault(info.alias_of, []).append(info.name)
     layers: list[Layer] = []
     taken: set[str] = set()
+    tensors = Tensors(checkpoint.tensors)
     for info in checkpoint.tensors.values():
         if info.alias_of is None:
             short = layer_name(info.name)
             name = info.name if short in taken else short
             taken.add(name)
-            layers += _unstacked(_layer(checkpoint, info, name, tuple(aliases.get(info.name, ()))), info)
+            role = _role(checkpoint, info, tensors)
+            layers += _unstacked(_layer(checkpoint, info, name, role, tuple(aliases.get(info.name, ()))), info)
     return layers
 
 
@@ -131,8 +133,7 @@ def _unstacked(layer: Layer, info: TensorInfo) -> list[Layer]:
     return [replace(layer, name=f"{layer.name}[{label}]", place=i) for i, label in enumerate(labels)]
 
 
-def _layer(checkpoint: Checkpoint, info: TensorInfo, name: str, aliases: tuple[str, ...]) -> Layer:
-    role = _role(checkpoint, info)
+def _layer(checkpoint: Checkpoint, info: TensorInfo, name: str, role: Role, aliases: tuple[str, ...]) -> Layer:
     if role.kind == "skipped":
         return Layer(info.name, "skipped", (info.name,), role.reason, aliases=aliases)
     if role.kind == "conv":
@@ -158,10 +159,10 @@ def _layer(checkpoint: Checkpoint, info: TensorInfo, name: str, aliases: tuple[s
     )
 
 
-def _role(checkpoint: Checkpoint, info: TensorInfo) -> Role:
+def _role(checkpoint: Checkpoint, info: TensorInfo, tensors: Tensors) -> Role:
     """What the users of the tensor say, as far as its shape can bear it; else what its name says."""
     model_type = checkpoint.config.get("model_type")
-    guess = role_from_name(info, checkpoint.tensors, model_type if isinstance(model_type, str) else "")
+    guess = role_from_name(info, tensors, model_type if isinstance(model_type, str) else "")
     said = checkpoint.roles.get(info.name)
     if said is None or (guess.kind == "skipped" and guess.reason in _FINAL_REASONS):
         return guess

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import cached_property
 
 from crystallite.weights.stored import Role, TensorInfo
 
-__all__ = ["is_fused_qkv", "layer_name", "role_from_name"]
+__all__ = ["Tensors", "is_fused_qkv", "layer_name", "role_from_name"]
 
 _WEIGHT_LEAVES = ("weight", "kernel")
+_LONGEST_CONVENTION = 100  # characters of a part of a name; looking for conventions takes the square of them
 _EMBEDDING = re.compile(
     r"wte|wpe|shared|tok_embeddings|relative_attention_bias|embed_(tokens|positions|in)|lookup_table"
     r"|(\w+_)?(embeddings?|embed|embd|emb)(_table|_tokens)?"
@@ -35,13 +37,21 @@ _GPT2_FAMILIES = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clv
 _TORCH_GATES = {1: ("h",), 3: ("r", "z", "n"), 4: ("i", "f", "g", "o")}
 _KERAS_GATES = {1: ("h",), 3: ("z", "r", "h"), 4: ("i", "f", "c", "o")}
 
-Tensors = Mapping[str, TensorInfo]
+
+class Tensors(dict[str, TensorInfo]):
+    """The tensors of a checkpoint by name: neighbours decide what a name leaves open."""
+
+    @cached_property
+    def gpt2_in_out(self) -> bool:
+        """Whether layers with GPT-2's names are stored (in, out): the first that has a bias and is not square tells."""
+        siblings = (_bias_says_in_out(info, self) for name, info in self.items() if _owner(name) in _GPT2_LINEAR)
+        return next((says for says in siblings if says is not None), False)
 
 
 def role_from_name(info: TensorInfo, tensors: Tensors, model_type: str = "") -> Role:
     """The tensor's role; `tensors` are its neighbours, which decide gates and orientation.
 
-    >>> role_from_name(TensorInfo("h.0.ln_1.weight", (8,), "float32", 32), {}).reason
+    >>> role_from_name(TensorInfo("h.0.ln_1.weight", (8,), "float32", 32), Tensors()).reason
     'norm'
     """
     skipped = _skipped(info, tensors)
@@ -149,8 +159,7 @@ def _is_in_out(info: TensorInfo, tensors: Tensors, model_type: str) -> bool:
         return False
     if model_type:
         return model_type in _GPT2_FAMILIES
-    siblings = (_bias_says_in_out(t, tensors) for n, t in tensors.items() if _owner(n) in _GPT2_LINEAR)
-    return next((says for says in siblings if says is not None), False)  # square: as the others are
+    return tensors.gpt2_in_out  # square: as the others are
 
 
 def _experts_in_out(info: TensorInfo, tensors: Tensors) -> bool:
@@ -178,12 +187,13 @@ def _parts(name: str) -> list[str]:
 
 
 def _leaf(name: str) -> str:
-    return _parts(name)[-1]
+    leaf = _parts(name)[-1]
+    return leaf if len(leaf) <= _LONGEST_CONVENTION else ""
 
 
 def _owner(name: str) -> str:
     """The last part of the name that says more than "weight"."""
-    parts = _parts(name)
+    parts = [part if len(part) <= _LONGEST_CONVENTION else "" for part in _parts(name)[-2:]]
     if parts[-1] in _WEIGHT_LEAVES and len(parts) > 1:
         parts.pop()
     return parts[-1].removesuffix("_weight")

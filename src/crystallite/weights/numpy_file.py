@@ -9,6 +9,8 @@ import io
 import math
 import warnings
 import zipfile
+import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -27,6 +29,8 @@ from crystallite.weights.stored import (
 )
 
 __all__ = ["read_npy", "read_npz"]
+
+_CHUNK = 1 << 20
 
 
 class _Header:
@@ -127,17 +131,40 @@ def _map(file: SourceFile, header: _Header, offset: int) -> np.ndarray[Any, Any]
 
 
 def _unpack(file: SourceFile, entry: zipfile.ZipInfo, header: _Header) -> np.ndarray[Any, Any]:
-    """The member read in full; the archive's checksum is compared at its end."""
+    """The member read in full, its checksum compared. `zipfile` would read the whole directory for each of them."""
     result = np.empty(header.nbytes, np.uint8)
+    position, checksum = -header.offset, 0
     try:
-        with zipfile.ZipFile(file.path) as archive, archive.open(entry) as stream:
-            stream.read(header.offset)
-            position = 0
-            while chunk := stream.read(1 << 20):  # never more in all than the directory said
-                result[position : position + len(chunk)] = np.frombuffer(chunk, np.uint8)
-                position += len(chunk)
-    except ARCHIVE_ERRORS as error:
+        for chunk in _chunks(file, entry):
+            checksum = zlib.crc32(chunk, checksum)
+            data = np.frombuffer(chunk, np.uint8)[max(0, -position) :]
+            position += len(chunk)
+            if position > header.nbytes:
+                break
+            result[position - len(data) : position] = data
+    except zlib.error as error:
         refuse(file.path, f"intact data in {entry.filename!r:.80}", str(error))
     if position != header.nbytes:
-        refuse(file.path, f"{header.nbytes} bytes of data in {entry.filename!r:.80}", f"{position}")
+        came = "more" if position > header.nbytes else f"{max(0, position)}"
+        refuse(file.path, f"{header.nbytes} bytes of data in {entry.filename!r:.80}", came)
+    if checksum != entry.CRC:
+        refuse(file.path, f"intact data in {entry.filename!r:.80}", "another checksum (CRC-32) than the archive says")
     return result.view(header.dtype).reshape(header.stored_shape)
+
+
+def _chunks(file: SourceFile, entry: zipfile.ZipInfo) -> Iterator[bytes]:
+    """The member's contents, a megabyte at a time however much a byte of it expands to."""
+    position = _data_offset(file, entry)
+    end = position + entry.compress_size
+    if end > file.size:
+        refuse(file.path, f"{entry.compress_size} bytes of {entry.filename!r:.80}", "the end of the file")
+    inflate = zlib.decompressobj(-zlib.MAX_WBITS)
+    while position < end:
+        stored = file.bytes(position, min(_CHUNK, end - position))
+        position += len(stored)
+        if entry.compress_type == zipfile.ZIP_STORED:
+            yield stored
+            continue
+        while plain := inflate.decompress(stored, _CHUNK):
+            yield plain
+            stored = inflate.unconsumed_tail

@@ -22,6 +22,7 @@ from crystallite.weights.stored import (
     StoredTensor,
     TensorInfo,
     byte_count,
+    check_names,
     checked_shape,
     refuse,
 )
@@ -40,6 +41,7 @@ _ANONYMOUS = re.compile(r"onnx::\w+_\d+|\d+|_?va?l?_\d+|\w*const\w*_?\d+", re.IG
 _GATES = {"LSTM": ("i", "o", "f", "c"), "GRU": ("z", "r", "h"), "RNN": ("h",)}  # in ONNX's order
 _NORM = re.compile(r"(\w*Layer|Batch|Instance|Group|RMS|Simplified\w*)Normalization")
 _ELEMENTWISE = ("Add", "Sub", "Mul", "Div", "Pow", "PRelu", "Where", "Max", "Min", "Clip")
+_LONGEST_CONVENTION = 256  # characters: beyond, matching costs their square, and one node's name many copies
 _PASSED_ON = ("Identity", "Cast", "Transpose")
 
 
@@ -48,6 +50,7 @@ def read_onnx(file: SourceFile) -> Contents:
     graph = walk_model(file)
     uses = _uses(graph)
     taken = {tensor.name for tensor in graph.initializers}
+    check_names(file.path, taken, len(graph.initializers), file.size)
     if len(taken) != len(graph.initializers):
         refuse(file.path, "each tensor name once", "one name twice")
     numbers: Counter[str] = Counter()
@@ -69,7 +72,7 @@ def read_onnx(file: SourceFile) -> Contents:
 
 def _readable(name: str, node_name: str, leaf: str, taken: set[str], numbers: Counter[str]) -> str:
     """The exporter's name, or the place of the node that uses it when the exporter only numbered it."""
-    if not node_name or not _ANONYMOUS.fullmatch(name):
+    if not 0 < len(node_name) <= _LONGEST_CONVENTION >= len(name) or not _ANONYMOUS.fullmatch(name):
         return name
     path = [part for part in node_name.split("/") if part]
     if len(path) > 1:

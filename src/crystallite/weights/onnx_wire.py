@@ -18,8 +18,8 @@ __all__ = ["Graph", "Node", "Tensor", "walk_model"]
 
 Span: TypeAlias = tuple[int, int]
 
-_MAX_FIELDS = 2_000_000  # a few seconds of walking; the graph of a large language model has a fifth
-_MAX_KEPT = 200_000  # each becomes an object a hundred times its size in the file
+_MAX_FIELDS = 1_000_000  # two seconds of walking; the graph of a large language model has two fifths
+_MAX_KEPT = 100_000  # each becomes an object a hundred times its size in the file
 _FIXED = {1: 8, 5: 4}
 _MAX_TEXT = 1 << 16
 _MAX_NAME = 1 << 12

@@ -13,6 +13,7 @@ from crystallite.weights.stored import (
     StoredTensor,
     TensorInfo,
     byte_count,
+    check_names,
     checked_shape,
     load_json,
     refuse,
@@ -38,8 +39,9 @@ def read_safetensors(file: SourceFile) -> Contents:
     if not 2 <= header_bytes <= min(room, _MAX_HEADER_BYTES):
         expected = f"a safetensors header of 2 to {max(2, min(room, _MAX_HEADER_BYTES))} bytes"
         refuse(file.path, expected, f"a length of {header_bytes} in a file of {file.size} bytes")
-    header = load_json(file.path, file.bytes(8, header_bytes), "safetensors header")
+    header = load_json(file.path, file.bytes(8, header_bytes), "safetensors header", file.size)
     header.pop("__metadata__", None)
+    check_names(file.path, header, len(header), file.size)
     data_start = 8 + header_bytes
     spans = [(*_checked_entry(file, name, entry), name) for name, entry in header.items()]
     _check_tiling(file, [(begin, end, name) for _, _, begin, end, name in spans], file.size - data_start)

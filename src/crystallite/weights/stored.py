@@ -28,6 +28,7 @@ __all__ = [
     "StoredTensor",
     "TensorInfo",
     "byte_count",
+    "check_names",
     "checked_shape",
     "in_memory",
     "load_json",
@@ -57,7 +58,12 @@ _INTEGER_BEHIND: dict[int, np.dtype[Any]] = {1: np.dtype("u1"), 2: np.dtype("<i2
 _MAX_DIMENSIONS = 32
 _MAX_ELEMENTS = 1 << 60
 _MAX_JSON_BYTES = 100 << 20
-_MAX_JSON_OBJECTS = 300_000  # one per tensor
+_MAX_NAME = 1024
+_MAX_TENSORS = 16_000  # of small files: a tensor costs 50 to 150 microseconds and a kilobyte, whatever its size
+_BYTES_PER_TENSOR = 1 << 12  # of larger files
+_SLACK_BYTES = 64 << 20  # that any file may take
+# What Python makes of a character of JSON, in bytes: items of lists, of objects, quotes, lists and objects.
+_JSON_COSTS = {b",": 28, b":": 100, b'"': 28, b"[": 64, b"{": 240}
 
 
 @dataclass(frozen=True)
@@ -213,15 +219,29 @@ def refuse_overlaps(path: Path, spans: Iterable[tuple[int, int, str]]) -> None:
         previous_end, previous_name = end, name
 
 
-def load_json(path: Path, text: bytes, what: str) -> dict[str, Any]:
-    """The JSON object in `text`; duplicate keys, other values and bombs of brackets are refused."""
+def check_names(path: Path | str, names: Iterable[str], count: int, size: int) -> None:
+    """Refuse more tensors than a file of this size has, or names that only a bomb has: both cost time and memory."""
+    most = _MAX_TENSORS + size // _BYTES_PER_TENSOR
+    if count > most:
+        refuse(path, f"at most {most} tensors in {size} bytes", f"{count}")
+    long = next((name for name in names if len(name) > _MAX_NAME), None)
+    if long is not None:
+        refuse(path, f"names of at most {_MAX_NAME} characters", f"{len(long)} in {_short(long)}")
+
+
+def load_json(path: Path, text: bytes, what: str, size: int = 0) -> dict[str, Any]:
+    """The JSON object in `text`, which came in a file of so many bytes, or alone.
+
+    Duplicate keys and other values are refused, and so is what would take more than a few times the file in memory.
+    """
     if len(text) > _MAX_JSON_BYTES:
         refuse(path, f"a {what} of at most {_MAX_JSON_BYTES} bytes", f"{len(text)}")
-    # An empty list is 2 bytes of text and 64 of memory; real entries have three in 50 bytes or more.
-    if text.count(b"[") + text.count(b"{") > 1000 + len(text) // 16:
-        refuse(path, f"a {what} with names and shapes", "little else than brackets")
-    if text.count(b"{") > _MAX_JSON_OBJECTS:
-        refuse(path, f"a {what} of at most {_MAX_JSON_OBJECTS} entries", "more")
+    cost, most = (
+        sum(text.count(sign) * each for sign, each in _JSON_COSTS.items()),
+        _SLACK_BYTES + 2 * max(size, len(text)),
+    )
+    if cost > most:
+        refuse(path, f"a {what} that takes at most {most >> 20} MB of memory", f"one of {cost >> 20} MB")
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         result: dict[str, Any] = {}
@@ -258,6 +278,8 @@ def _checked_value(name: str, value: Any, source: str) -> Array:
     if torch.nn.parameter.is_lazy(value):
         refuse(source, f"numbers in tensor {_short(name)}", "a lazy parameter", "run the model once first")
     if isinstance(value, torch.Tensor):
+        if value.is_nested:
+            refuse(source, f"a plain tensor {_short(name)}", "a nested one", "call .to_padded_tensor(0) first")
         if value.layout != torch.strided:
             refuse(source, f"a dense tensor {_short(name)}", str(value.layout), "call .to_dense() first")
         if type(value) not in (torch.Tensor, torch.nn.Parameter):  # of torchao, or spread over processes
@@ -265,10 +287,10 @@ def _checked_value(name: str, value: Any, source: str) -> Array:
             refuse(source, f"plain numbers in tensor {_short(name)}", came, "dequantise or gather it first")
         if value.device.type == "meta":
             refuse(source, f"numbers in tensor {_short(name)}", "a tensor on the meta device")
-        plain = value.detach().cpu()
+        plain = value.detach().cpu().resolve_conj().resolve_neg()
         return plain.dequantize() if plain.is_quantized else plain
     if isinstance(value, np.ndarray) and not value.dtype.hasobject:
-        return value
+        return value.astype(value.dtype.newbyteorder("="), copy=False)
     came = "an array of Python objects" if isinstance(value, np.ndarray) else type(value).__name__
     refuse(source, f"a tensor or array as {_short(name)}", came)
 

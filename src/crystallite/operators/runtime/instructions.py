@@ -15,6 +15,8 @@ from numba.core import cgutils
 from numba.core.errors import TypingError
 from numba.extending import intrinsic
 
+from crystallite.core.index_checks import check_span
+
 __all__ = ["PANEL", "copy_line", "dot_rows", "line_product", "tile_product", "transpose_tile"]
 
 PANEL = 16
@@ -28,26 +30,33 @@ class _Tile:
     """rows × panels × width sums in vector registers of 256 bits."""
 
     def __init__(self, context: Any, builder: Any, dtype: Any, rows: int, panels: int, width: int = PANEL):
-        self.builder, self.alignment, self.lanes = builder, dtype.bitwidth // 8, 256 // dtype.bitwidth
+        self.context, self.builder = context, builder
+        self.alignment, self.lanes = dtype.bitwidth // 8, 256 // dtype.bitwidth
         self.vector = ir.VectorType(context.get_value_type(dtype), self.lanes)
         self.lane_groups = range(0, width, self.lanes)
         keys = [(r, p, q) for r in range(rows) for p in range(panels) for q in self.lane_groups]
         # stack slots become registers, as nothing else reaches them
         self.sums = {key: cgutils.alloca_once(builder, self.vector) for key in keys}
 
-    def _pointer(self, data: Any, offset: Any, lane: int) -> Any:
-        place = self.builder.gep(data, [self.builder.add(offset, ir.Constant(_I64, lane))])
-        return self.builder.bitcast(place, self.vector.as_pointer())
+    def _pointer(self, array: Any, offset: Any, lane: int) -> Any:
+        first = self.builder.add(offset, ir.Constant(_I64, lane))
+        check_span(self.context, self.builder, array, first, self.lanes)
+        return self.builder.bitcast(self.builder.gep(array.data, [first]), self.vector.as_pointer())
 
-    def load(self, data: Any, offset: Any, lane: int) -> Any:
-        return self.builder.load(self._pointer(data, offset, lane), align=self.alignment)
+    def load(self, array: Any, offset: Any, lane: int) -> Any:
+        return self.builder.load(self._pointer(array, offset, lane), align=self.alignment)
 
-    def store(self, value: Any, data: Any, offset: Any, lane: int) -> None:
-        self.builder.store(value, self._pointer(data, offset, lane), align=self.alignment)
+    def store(self, value: Any, array: Any, offset: Any, lane: int) -> None:
+        self.builder.store(value, self._pointer(array, offset, lane), align=self.alignment)
 
-    def splat(self, data: Any, offset: Any) -> Any:
+    def place(self, array: Any, offset: Any) -> Any:
+        """Where one number of an array lies."""
+        check_span(self.context, self.builder, array, offset, 1)
+        return self.builder.gep(array.data, [offset])
+
+    def splat(self, array: Any, offset: Any) -> Any:
         """One number of an array in every lane."""
-        return self.repeated(self.builder.load(self.builder.gep(data, [offset])))
+        return self.repeated(self.builder.load(self.place(array, offset)))
 
     def repeated(self, scalar: Any) -> Any:
         undefined = ir.Constant(self.vector, ir.Undefined)
@@ -81,7 +90,7 @@ def tile_product(rows: int, panels: int) -> Any:
             _, _, row, first, _, panel, _, column = args
             arrays = [context.make_array(sig.args[i])(context, builder, args[i]) for i in (0, 1, 4, 6)]
             shapes = [cgutils.unpack_tuple(builder, array.shape) for array in arrays]
-            start_data, left_data, weight_data, out_data = (array.data for array in arrays)
+            start_array, left_array, weight_array, out_array = arrays
             (start_rows, start_width), (_, left_width), (_, depth, _), (_, out_width) = shapes
             width, zero = ir.Constant(_I64, PANEL), ir.Constant(_I64, 0)
             one_start = builder.icmp_signed("==", start_rows, ir.Constant(_I64, 1))
@@ -98,17 +107,17 @@ def tile_product(rows: int, panels: int) -> Any:
             starts = multiples(row, rows, start_stride, zero)
             tile = _Tile(context, builder, sig.args[1].dtype, rows, panels)
             for (r, p, q), slot in tile.sums.items():
-                builder.store(tile.load(start_data, builder.add(starts[r], columns[p]), q), slot)
+                builder.store(tile.load(start_array, builder.add(starts[r], columns[p]), q), slot)
             with cgutils.for_range(builder, depth) as loop:
                 lines = [builder.add(start, builder.mul(loop.index, width)) for start in weight_panels]
                 weights = {
-                    (p, q): tile.load(weight_data, line, q) for p, line in enumerate(lines) for q in tile.lane_groups
+                    (p, q): tile.load(weight_array, line, q) for p, line in enumerate(lines) for q in tile.lane_groups
                 }
-                states = [tile.splat(left_data, builder.add(start, loop.index)) for start in left_rows]
+                states = [tile.splat(left_array, builder.add(start, loop.index)) for start in left_rows]
                 for (r, p, q), slot in tile.sums.items():
                     tile.add_product(slot, states[r], weights[p, q])
             for (r, p, q), slot in tile.sums.items():
-                tile.store(builder.load(slot), out_data, builder.add(out_rows[r], columns[p]), q)
+                tile.store(builder.load(slot), out_array, builder.add(out_rows[r], columns[p]), q)
             return context.get_dummy_value()
 
         return signature, generate
@@ -157,12 +166,12 @@ def line_product(rows: int) -> Any:
                 builder.store(zero, slot)
             with builder.if_then(builder.icmp_signed(">", biases, ir.Constant(_I64, 0))):
                 for (r, _, _), slot in tile.sums.items():
-                    builder.store(tile.splat(bias.data, shifted(place, r)), slot)
+                    builder.store(tile.splat(bias, shifted(place, r)), slot)
             with cgutils.for_range(builder, depth) as loop:
                 here = builder.add(begin, builder.mul(loop.index, width))
-                states = {q: tile.load(lines.data, here, q) for q in tile.lane_groups}
+                states = {q: tile.load(lines, here, q) for q in tile.lane_groups}
                 for r in range(rows):
-                    factor = tile.splat(weight.data, builder.add(starts[r], loop.index))
+                    factor = tile.splat(weight, builder.add(starts[r], loop.index))
                     for q in tile.lane_groups:
                         tile.add_product(tile.sums[r, 0, q], factor, states[q])
             for (r, _, q), slot in tile.sums.items():
@@ -176,7 +185,7 @@ def line_product(rows: int) -> Any:
                     ),
                 )
                 value = builder.select(negative, zero, value)
-                tile.store(value, out.data, line(written, shifted(place, r)), q)
+                tile.store(value, out, line(written, shifted(place, r)), q)
             return context.get_dummy_value()
 
         return signature, generate
@@ -209,9 +218,9 @@ def dot_rows(rows: int, ways: int) -> Any:
             step = ir.Constant(_I64, ways * tile.lanes)
             whole = builder.mul(builder.sdiv(depth, step), step)
             with cgutils.for_range_slice(builder, ir.Constant(_I64, 0), whole, step) as (k, _):
-                states = {q: tile.load(x.data, builder.add(first, k), q) for q in tile.lane_groups}
+                states = {q: tile.load(x, builder.add(first, k), q) for q in tile.lane_groups}
                 for (r, _, q), slot in tile.sums.items():
-                    tile.add_product(slot, tile.load(weight.data, builder.add(starts[r], k), q), states[q])
+                    tile.add_product(slot, tile.load(weight, builder.add(starts[r], k), q), states[q])
             for r in range(rows):
                 parts = [builder.load(tile.sums[r, 0, q]) for q in tile.lane_groups]
                 joined = parts[0]
@@ -222,9 +231,9 @@ def dot_rows(rows: int, ways: int) -> Any:
                     total = builder.fadd(total, builder.extract_element(joined, ir.Constant(_I32, lane)))
                 slot = cgutils.alloca_once_value(builder, total)
                 with cgutils.for_range_slice(builder, whole, depth, ir.Constant(_I64, 1)) as (k, _):
-                    left = builder.load(builder.gep(weight.data, [builder.add(starts[r], k)]))
-                    tile.add_product(slot, left, builder.load(builder.gep(x.data, [builder.add(first, k)])))
-                builder.store(builder.load(slot), builder.gep(out.data, [builder.add(place, ir.Constant(_I64, r))]))
+                    left = builder.load(tile.place(weight, builder.add(starts[r], k)))
+                    tile.add_product(slot, left, builder.load(tile.place(x, builder.add(first, k))))
+                builder.store(builder.load(slot), tile.place(out, builder.add(place, ir.Constant(_I64, r))))
             return context.get_dummy_value()
 
         return signature, generate
@@ -246,7 +255,7 @@ def copy_line(_typing: Any, source: Any, line: Any, add: Any, target: Any, place
         begin, into = (builder.mul(args[i], ir.Constant(_I64, width)) for i in (1, 4))
         add = tile.repeated(args[2])
         for q in tile.lane_groups:
-            tile.store(builder.fadd(tile.load(source.data, begin, q), add), target.data, into, q)
+            tile.store(builder.fadd(tile.load(source, begin, q), add), target, into, q)
         return context.get_dummy_value()
 
     return signature, generate
@@ -273,12 +282,12 @@ def transpose_tile(_typing: Any, source: Any, start: Any, stride: Any, target: A
         def place(begin: Any, by: Any, i: int) -> Any:
             return builder.add(begin, builder.mul(by, ir.Constant(_I64, i)))
 
-        rows = [tile.load(source.data, place(start, stride, i), 0) for i in range(lanes)]
+        rows = [tile.load(source, place(start, stride, i), 0) for i in range(lanes)]
         for _ in range(lanes.bit_length() - 1):  # perfect shuffles: log₂ of them turn rows into columns
             pairs = zip(rows[: lanes // 2], rows[lanes // 2 :], strict=True)
             rows = [builder.shuffle_vector(a, b, mask) for a, b in pairs for mask in masks]
         for j, row in enumerate(rows):
-            tile.store(row, target.data, place(into, step, j), 0)
+            tile.store(row, target, place(into, step, j), 0)
         return context.get_dummy_value()
 
     return signature, generate
