@@ -18,8 +18,8 @@ __all__ = ["PLAIN"]
 
 LINEARS = {
     "feed_forward": (Pairs("linear1", "linear2"),),
-    "value_output": (Pairs(r"(self_attn|multihead_attn)(\.in_proj_weight)?", r"(self_attn|multihead_attn)\.out_proj"),),
-    "query_key": (Pairs(r"\w+_attn(\.in_proj_weight)?", r"\w+_attn\.in_proj_weight"),),
+    "value_output": (Pairs(r"\w+_attn\.v", r"\w+_attn\.out(_proj)?"),),
+    "query_key": (Pairs(r"\w+_attn\.q", r"\w+_attn\.(k|in_proj_weight)"),),
 }
 
 
