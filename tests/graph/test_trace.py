@@ -368,3 +368,17 @@ def test_a_recurrent_layer_is_fixed_and_what_follows_is_free():
     spaces = trace(Model())
     assert all(reasons(spaces, layer(spaces, "first").columns))
     assert reasons(spaces, layer(spaces, "first").rows) == [""]
+
+
+def test_padding_fixes_positions_alone():
+    class Padded(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Conv2d(2, 6, 3), nn.Conv2d(6, 3, 3)
+
+        def forward(self, x):
+            return self.second(nn.functional.pad(self.first(nn.functional.pad(x, (1, 1, 2, 0))), (0, 1, 0, 1)).relu())
+
+    spaces = trace(Padded(), torch.zeros(2, 2, 8, 8))
+    (hidden,) = (space for space in spaces.spaces if not space.fixed)
+    assert hidden.size == 6

@@ -27,6 +27,7 @@ LATENT = EXPERTS | {
 GATED = Pairs(r"mlp\.up_proj", r"mlp\.down_proj")
 STACKED = Pairs(r"experts\.\d+\.up", r"experts\.\d+\.down", stack=r"experts\.down_proj")
 VALUE = Pairs("v_proj", "o_proj")
+RESCALED = Pairs(r"feed_forward\.key", r"feed_forward\.value", "the model rescales its weights as it runs")
 KEY = Pairs("q_proj", "k_proj")
 JOINED = Pairs("q_b_proj", "kv_b_proj", "keys are joined with rotary ones that all heads share")
 NORMED = Pairs("q_proj", "k_proj", "queries and keys are normalised over each head")
@@ -120,7 +121,7 @@ DECODERS = [
     decoder("falcon_mamba", "FalconMamba", TOKENS | {"hidden_size": HIDDEN, "num_hidden_layers": 2, "state_size": 8},
             "state space", padded=False),
     decoder("rwkv", "Rwkv", TOKENS | {"hidden_size": HIDDEN, "num_hidden_layers": 2, "context_length": 64},
-            "state space", padded=False, feed_forward=(Pairs(r"feed_forward\.key", r"feed_forward\.value"),)),
+            "state space", padded=False, feed_forward=(RESCALED,)),
     decoder("jamba", "Jamba", LLAMA | {"num_hidden_layers": 2, "attn_layer_period": 2, "attn_layer_offset": 1,
             "expert_layer_period": 2, "expert_layer_offset": 1, "num_experts": 4, "num_experts_per_tok": 2,
             "use_mamba_kernels": False, "mamba_d_state": 8}, "state space", padded=False,

@@ -93,7 +93,7 @@ ENCODERS = [
             "norm_rel_ebd": "layer_norm", "position_biased_input": False, "max_relative_positions": -1,
             "pooler_hidden_size": HIDDEN},
             **BERT | {"value_output": (Pairs("value_proj", r"attention\.output\.dense"),),
-                      "query_key": (Pairs("query_proj", "key_proj"),)}),
+                      "query_key": (Pairs("query_proj", "key_proj", "scores are a sum of three products"),)}),
     encoder("electra", "ElectraForSequenceClassification", "Electra", WIDE | LABELS | {"embedding_size": 32}, **BERT),
     encoder("modernbert", "ModernBertModel", "ModernBert", MODERN, **FUSED),
     encoder("modernbert_classifier", "ModernBertForSequenceClassification", "ModernBert", MODERN | LABELS, **FUSED),

@@ -19,6 +19,7 @@ from crystallite.data.batch import Batch, batches
 from crystallite.models.composites import expanded
 from crystallite.models.experts import units_and_experts
 from crystallite.models.opening import open_model
+from crystallite.models.preparing import prepared
 from tests.zoo.cases import (
     Case,
     NotApplicable,
@@ -292,7 +293,7 @@ def units(case: Case) -> dict[str, Any]:
     """Which pairs the fitted path would take as units, of those that the architecture has."""
     if "compress" in case.entry.refused:
         raise NotApplicable("it is not compressed")
-    model = expanded(case.entry.model())
+    model = expanded(prepared(case.entry.model())[0])
     names = {unit.name for unit in units_and_experts(model, ["*"], []) if not unit.reason}
     prunable, why = find_prunable_with_experts(model, names, names, next(batches(case.calibration)))
     kinds = {"feed_forward": [], "value_output": [], "query_key": []}

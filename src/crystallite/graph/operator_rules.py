@@ -276,6 +276,16 @@ def _pool(r: Reader, node: Node) -> Labels | None:
     return [*x[:-last], *r.fixed(shape[-last:], _POSITIONS)]
 
 
+def _pad(r: Reader, node: Node) -> Labels:
+    """Axes that become longer are positions; others stay as they are."""
+    labels, shape = list(r.labels[node.args[0]]), _shape(node)
+    for place, axis in enumerate(labels):
+        if r.axes.length(r.axes.pieces(axis)) != shape[place]:
+            r.axes.fix(axis, _POSITIONS)
+            labels[place] = r.axes.new(shape[place], _POSITIONS)
+    return labels
+
+
 def _expand(r: Reader, node: Node) -> Labels:
     return r.broadcast([r.labels[node.args[0]]], _shape(node))
 
@@ -351,6 +361,7 @@ _RULES = {
     **_table(_pool, "max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d"),
     **_table(_pool, "adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d"),
     **_table(_pool, "upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_bilinear2d upsample_bicubic2d"),
+    **_table(_pad, "constant_pad_nd pad"),
     **_table(_embedding, "embedding"),
     **_table(_slice, "cumsum select slice"),
     **_table(_cut, "chunk split split_with_sizes"),
