@@ -19,7 +19,7 @@ from tests.zoo.entry import BATCH, Entry
 
 __all__ = [
     "Case", "NotApplicable", "Nothing", "Outcome", "Wrong", "answers", "deviation", "main", "plain_text", "same",
-    "valid", "where",
+    "tolerance", "unwrapped", "valid", "where",
 ]  # fmt: skip
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -138,10 +138,19 @@ def deviation(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).norm() / expected.norm().clamp_min(1e-30))
 
 
+def unwrapped(name: str) -> str:
+    """The name that a module or weight has without `torch.compile` or `DataParallel` around it."""
+    return re.sub(r"^(_orig_mod|module)\.", "", name)
+
+
+def tolerance(model: nn.Module) -> float:
+    """What rounding may do to a model's outputs."""
+    return TOLERANCE[next(p.dtype for p in model.parameters() if p.is_floating_point())]
+
+
 def same(case: Case, found: Tensor, expected: Tensor, what: str) -> float:
     """How far two outputs are from each other, which must be rounding."""
-    dtype = next(p.dtype for p in case.model.parameters() if p.is_floating_point())
-    if not (own := deviation(found, expected)) <= TOLERANCE.get(dtype, 1e-4):
+    if not (own := deviation(found, expected)) <= tolerance(case.model):
         raise Wrong(f"{what}: outputs deviate by {own:.2g}")
     return own
 

@@ -74,6 +74,8 @@ def _macs(packet: Any, args: tuple, kwargs: dict, out: Any) -> int:
         return conv_flop_count(args[0].shape, args[1].shape, out.shape, transposed=args[6]) // 2
     if packet is aten.mkldnn_rnn_layer:  # one direction of one layer of an LSTM: input (steps, batch, features)
         return args[0].shape[0] * args[0].shape[1] * (args[1].numel() + args[2].numel())
+    if packet is aten._grouped_mm:  # (rows of all experts, features) × (experts, features, outputs)
+        return args[0].shape[0] * args[0].shape[1] * args[1].shape[-1]
     if packet is _ATTENTION:
         (batch, heads, queries, width), keys = args[0].shape, args[1].shape[2]
         return 2 * batch * heads * queries * keys * width
@@ -85,8 +87,10 @@ def count(model: nn.Module, batch: Batch) -> Count:
 
     Where somebody counts, operators of ours leave their compiled kernels for PyTorch's operations. Recurrent layers of
     low rank then multiply by the product of their factors, which they do not otherwise, so those are counted by the
-    factors that they hold.
+    factors that they hold. PyTorch's own fast path of attention, one operation for all, is switched off.
     """
+    fast_path = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
     counter, handles = _Counter(model), []
 
     def enter(module: nn.Module, inputs: Any) -> None:
@@ -104,6 +108,7 @@ def count(model: nn.Module, batch: Batch) -> Count:
         with counter:
             batch.run(model)
     finally:
+        torch.backends.mha.set_fastpath_enabled(fast_path)
         for handle in handles:
             handle.remove()
     return Count(counter.weights, counter.others, counter.rebuilt)

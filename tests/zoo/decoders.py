@@ -25,10 +25,11 @@ LATENT = EXPERTS | {
 }  # fmt: skip
 
 GATED = Pairs(r"mlp\.up_proj", r"mlp\.down_proj")
-STACKED = Pairs(r"experts\.\d+\.up", r"experts\.\d+\.down")
+STACKED = Pairs(r"experts\.\d+\.up", r"experts\.\d+\.down", stack=r"experts\.down_proj")
 VALUE = Pairs("v_proj", "o_proj")
 RESCALED = Pairs(r"feed_forward\.key", r"feed_forward\.value", "the model rescales its weights as it runs")
 KEY = Pairs("q_proj", "k_proj")
+JOINED = Pairs("q_b_proj", "kv_b_proj", "keys are joined with rotary ones that all heads share")
 NORMED = Pairs("q_proj", "k_proj", "queries and keys are normalised over each head")
 ROTARY = {"feed_forward": (GATED,), "value_output": (VALUE,), "query_key": (KEY,)}
 MIXED = ROTARY | {"feed_forward": (STACKED,)}
@@ -109,10 +110,10 @@ DECODERS = [
     decoder("granitemoe", "GraniteMoe", LLAMA | LOCAL, "experts", **MIXED),
     decoder("deepseek_v2", "DeepseekV2", LLAMA | LATENT | {"topk_method": "greedy"}, "latent attention",
             feed_forward=(GATED, STACKED), value_output=(Pairs("kv_b_proj", "o_proj"),),
-            query_key=(Pairs("q_b_proj", "kv_b_proj", "keys are written into a new tensor, from two layers"),)),
+            query_key=(JOINED,)),
     decoder("deepseek_v3", "DeepseekV3", LLAMA | LATENT | {"n_group": 2, "topk_group": 1}, "latent attention",
             feed_forward=(GATED, STACKED), value_output=(Pairs("kv_b_proj", "o_proj"),),
-            query_key=(Pairs("q_b_proj", "kv_b_proj", "keys are written into a new tensor, from two layers"),)),
+            query_key=(JOINED,)),
     decoder("mamba", "Mamba", TOKENS | {"hidden_size": HIDDEN, "num_hidden_layers": 2, "state_size": 8}, "state space",
             padded=False),
     decoder("mamba2", "Mamba2", TOKENS | {"hidden_size": HIDDEN, "num_hidden_layers": 2, "state_size": 16,

@@ -17,6 +17,7 @@ HIDDEN, VOCABULARY = 64, 128
 SAMPLES, BATCH = 256, 32  # of calibration data
 LENGTHS = (8, 24)  # of texts, from and to
 DECAY = 2.0  # of planted singular values: σ_i ∝ exp(−DECAY·i/n); a quarter of them holds 64 % of the energy
+_LATER = {"validate", "save", "pretrained", "generate", "onnx", "service", "report"}  # take what another verb made
 _KIND = {"decoder", "encoder", "seq2seq", "vision", "audio", "plain"}
 
 Batches = Callable[[int, int], list[Any]]  # seed, samples → batches as `cx.compress` takes them
@@ -27,15 +28,18 @@ class Pairs:
     """Layers that belong together in every block of an architecture: who writes numbers that only the reader reads.
 
     Both are regular expressions for the end of a name of a module, or of a stacked parameter. Of queries and keys the
-    reader is the key. `reason`: why they cannot be a unit.
+    reader is the key. `reason`: why they cannot be a unit. `stack`: the parameter that holds all experts' readers.
     """
 
     writer: str
     reader: str
     reason: str = ""
+    stack: str = ""
 
     def expected(self, model: nn.Module) -> int:
         """How many there are: one for every reader."""
+        if self.stack:
+            return sum(len(stack) for name, stack in model.named_parameters() if _is(name, self.stack))
         names = [name for name, _ in model.named_modules()] + [name for name, _ in model.named_parameters()]
         return sum(_is(name, self.reader) for name in names)
 
@@ -86,8 +90,13 @@ class Entry:
 
     def expected(self, verb: str) -> str:
         """How a cell has to come out."""
-        other = {"generate": not self.generates, "open_folder": not self.model_class}
-        if verb in self.not_applicable or other.get(verb):
+        other = {
+            "generate": not self.generates,
+            "open_folder": not self.model_class,
+            "units": "compress" in self.refused,
+        }
+        gives_nothing = {"exact", "compress", "blocks", "upgrade"} <= {*self.refused}
+        if verb in self.not_applicable or other.get(verb) or (gives_nothing and verb in _LATER):
             return "n/a"
         return "refused" if verb in self.refused else "works"
 

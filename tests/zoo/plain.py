@@ -18,8 +18,8 @@ __all__ = ["PLAIN"]
 
 LINEARS = {
     "feed_forward": (Pairs("linear1", "linear2"),),
-    "value_output": (Pairs(r"\w+_attn\.v", r"\w+_attn\.out"),),
-    "query_key": (Pairs(r"\w+_attn\.q", r"\w+_attn\.k"),),
+    "value_output": (Pairs(r"\w+_attn\.v", r"\w+_attn\.out(_proj)?"),),
+    "query_key": (Pairs(r"\w+_attn\.q", r"\w+_attn\.(k|in_proj_weight)"),),
 }
 
 
