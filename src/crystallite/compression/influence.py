@@ -82,7 +82,10 @@ def _gradients(model: nn.Module, names: Sequence[str], batch: Batch, rng: torch.
         asked = [(name, one) for name, some in written.items() for one in some]
         if not asked or not isinstance(total, Tensor):
             return {}
-        gradients = torch.autograd.grad(total, [one for _, one in asked], allow_unused=True)
+        try:
+            gradients = torch.autograd.grad(total, [one for _, one in asked], allow_unused=True)
+        except RuntimeError:  # the model writes into what gradients would need, as RWKV rescales its weights
+            return {}
     result: dict[str, list[Tensor]] = {}
     for (name, _), gradient in zip(asked, gradients, strict=True):
         if gradient is not None:

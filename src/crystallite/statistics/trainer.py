@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from crystallite.core.errors import CheckpointError
+from crystallite.core.errors import CheckpointError, InvalidOption
 from crystallite.statistics.checkpoints import Checkpoints, State
 
 __all__ = ["Trainer", "share_of_rate"]
@@ -71,7 +71,11 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = self.rate * share_of_rate((self.step + 0.5) / self.steps)
         self.optimizer.zero_grad()
-        error.backward()
+        try:
+            error.backward()
+        except RuntimeError as reason:
+            text = str(reason).partition("\n")[0]
+            raise InvalidOption(f"no gradients can be taken through this model: {text:.200}") from reason
         self.optimizer.step()
         self.step += 1
 
