@@ -12,7 +12,7 @@ from pathlib import Path
 from tests.zoo.models import ZOO
 from tests.zoo.running import run_models
 from tests.zoo.support_page import PAGE, page
-from tests.zoo.tables import causes, overview
+from tests.zoo.tables import causes, known_outcomes, overview, store_outcomes
 from tests.zoo.verbs import VERBS
 
 
@@ -23,7 +23,11 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="models at a time")
     parser.add_argument("--json", type=Path, help="write all outcomes there")
     parser.add_argument("--update", action="store_true", help="keep the other cells that the JSON file holds")
-    parser.add_argument("--write-docs", action="store_true", help="write docs/support.md from the outcomes")
+    parser.add_argument(
+        "--write-docs",
+        action="store_true",
+        help="keep the outcomes in tests/zoo/outcomes.json, and write docs/support.md from it",
+    )
     options = parser.parse_args()
     names = [
         name
@@ -40,7 +44,8 @@ def main() -> None:
             table = {name: old.get(name, {}) | table.get(name, {}) for name in ZOO if name in old or name in table}
         options.json.write_text(json.dumps(table, indent=1, ensure_ascii=False))
     if options.write_docs:
-        PAGE.write_text(page(table, ZOO))
+        store_outcomes(table)
+        PAGE.write_text(page(known_outcomes(), ZOO))
     print(overview(table))
     print()
     print(causes(table))

@@ -17,7 +17,6 @@ HIDDEN, VOCABULARY = 64, 128
 SAMPLES, BATCH = 256, 32  # of calibration data
 LENGTHS = (8, 24)  # of texts, from and to
 DECAY = 2.0  # of planted singular values: σ_i ∝ exp(−DECAY·i/n); a quarter of them holds 64 % of the energy
-_LATER = {"validate", "save", "pretrained", "generate", "onnx", "service", "report"}  # take what another verb made
 _KIND = {"decoder", "encoder", "seq2seq", "vision", "audio", "plain"}
 
 Batches = Callable[[int, int], list[Any]]  # seed, samples → batches as `cx.compress` takes them
@@ -68,7 +67,6 @@ class Entry:
     samples: int = SAMPLES  # of calibration data
     generates: bool = False
     own_code: bool = False  # loaded `into=` an instance of the original
-    refused: Mapping[str, str] = field(default_factory=dict)  # verb → words of the reason that is expected
     not_applicable: Mapping[str, str] = field(default_factory=dict)  # verb → why it says nothing about this model
     model_class: str = ""  # of transformers
     note: str = ""  # what is special about it
@@ -87,18 +85,6 @@ class Entry:
         """What users know it by."""
         note = f" ({self.note})" if self.note else ""
         return f"`{self.model_class}`{note}" if self.model_class else f"{self.name.replace('_', ' ')}{note}"
-
-    def expected(self, verb: str) -> str:
-        """How a cell has to come out."""
-        other = {
-            "generate": not self.generates,
-            "open_folder": not self.model_class,
-            "units": "compress" in self.refused,
-        }
-        gives_nothing = {"exact", "compress", "blocks", "upgrade"} <= {*self.refused}
-        if verb in self.not_applicable or other.get(verb) or (gives_nothing and verb in _LATER):
-            return "n/a"
-        return "refused" if verb in self.refused else "works"
 
     def model(self) -> nn.Module:
         """The model, the same every time."""

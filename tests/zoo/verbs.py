@@ -308,8 +308,6 @@ def report(case: Case) -> dict[str, Any]:
 
 def units(case: Case) -> dict[str, Any]:
     """Which pairs the fitted path would take as units, of those that the architecture has."""
-    if "compress" in case.entry.refused:
-        raise NotApplicable("it is not compressed")
     model = expanded(prepared(case.entry.model())[0])
     names = {unit.name for unit in units_and_experts(model, ["*"], []) if not unit.reason}
     prunable, why = find_prunable_with_experts(model, names, names, next(batches(case.calibration)))

@@ -137,7 +137,8 @@ def open_pretrained(folder: Path, into: nn.Module | None = None) -> nn.Module:
                 "code of your own, or pass into= an instance of it"
             )
         asked = {"output_loading_info": True, "ignore_mismatched_sizes": True}  # they are named below
-        model, info = cls.from_pretrained(folder, local_files_only=True, **asked)
+        opener: Any = cls
+        model, info = opener.from_pretrained(folder, local_files_only=True, **asked)
     except CheckpointError:
         raise
     except Exception as error:  # it meets damaged files in its own ways: OSError, AttributeError, SafetensorError …
