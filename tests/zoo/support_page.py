@@ -30,8 +30,8 @@ Every verb on a tiny random model of each architecture: 2 layers, 64 numbers wid
 - *reopen*: saved and opened again in a fresh process, `from_pretrained` for models of transformers.
 - *generate*: the same tokens with the cache, without it, and after reopening.
 
-`python -m tests.zoo --write-docs` runs everything and writes this page; `make test-all` runs every cell, and fails where
-one crashes, is wrong, does nothing, or comes out otherwise than here.
+`python -m tests.zoo --write-docs` runs everything and writes this page; `make test-all` runs every cell, and fails
+where one crashes, is wrong, does nothing, or comes out otherwise than here.
 """
 
 
