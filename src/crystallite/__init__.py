@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from crystallite.core.errors import (
         CheckpointError,
         CrystalliteError,
+        CrystalliteWarning,
         InvalidMap,
         InvalidMatrix,
         InvalidOption,
@@ -66,6 +67,7 @@ __all__ = [
     "CheckpointError",
     "CompressedOptions",
     "CrystalliteError",
+    "CrystalliteWarning",
     "DirectedProfile",
     "DirectedStructure",
     "Embedding",
@@ -132,7 +134,8 @@ _HOME = {
         "analysis": "Analysis MatrixAnalysis analyze",
         "annealing.anneal": "Annealing anneal",
         "compression.compress": "compress",
-        "core.errors": "CheckpointError CrystalliteError InvalidMap InvalidMatrix InvalidOption WriteError",
+        "core.errors": "CheckpointError CrystalliteError CrystalliteWarning InvalidMap InvalidMatrix InvalidOption "
+        "WriteError",
         "core.maps": "Embedding Permutation Projection",
         "core.tables": "Table",
         "discovery": "Modules discover",
