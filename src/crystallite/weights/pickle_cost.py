@@ -53,7 +53,7 @@ def pickle_cost(stream: IO[bytes], most: int) -> int:
         elif name in _PUT:
             memo[len(memo) if argument is None else int(argument)] = stack[-1]
         elif name in _GET:
-            stack.append(memo[int(argument)])
+            stack.append(memo[int(argument or 0)])
         elif name == "DUP":
             stack.append(stack[-1])
         else:
