@@ -62,8 +62,8 @@ def _fits(value: Any, kind: Any) -> bool:
     if kind is bool:
         return isinstance(value, bool) or type(value).__name__ == "bool"  # NumPy's
     if kind in _NUMBERS:
-        huge = isinstance(value, numbers.Integral) and abs(int(value)) >= 2**63
-        return isinstance(value, _NUMBERS[kind]) and not isinstance(value, bool) and not huge
+        too_large = isinstance(value, numbers.Integral) and abs(int(value)) >= 2**63  # for PyTorch and NumPy
+        return isinstance(value, _NUMBERS[kind]) and not isinstance(value, bool) and not too_large
     base = origin or kind
     if base is Any or not isinstance(base, type) or getattr(base, "_is_protocol", False):
         return True
