@@ -360,7 +360,7 @@ def test_it_is_analyzed_swept_and_exported(tmp_path):
     annealed = cx.sweep(model, x, levels=[0.1]).points[0]
     assert {layer.name for layer in annealed.layers} >= {"self_attn.q", "self_attn.out"}
     for number, each in enumerate((model, small)):
-        export(each, tmp_path / f"{number}.onnx", x)  # which compares what ONNX Runtime returns
+        export(each, tmp_path / f"{number}.onnx", [x, x[:3, :4]])  # which compares what ONNX Runtime returns
         assert (tmp_path / f"{number}.onnx").exists()
 
 

@@ -82,7 +82,7 @@ VISION = [
     vision("resnet", "ResNetForImageClassification", "ResNet", STAGES | {"embedding_size": 32},
            feed_forward=(Pairs(r"layer\.1\.convolution", r"layer\.2\.convolution"),)),
     vision("mobilenet_v2", "MobileNetV2ForImageClassification", "MobileNetV2", {"depth_multiplier": 0.35,
-           "image_size": 32, "num_labels": 5, "depth_divisible_by": 8, "min_depth": 8}, samples=1024,
+           "image_size": 32, "num_labels": 5, "depth_divisible_by": 8, "min_depth": 8}, samples=1792,
            feed_forward=(Pairs(r"(conv_3x3|expand_1x1)\.convolution", r"reduce_1x1\.convolution"),)),
     vision("segformer", "SegformerForSemanticSegmentation", "Segformer", {"num_encoder_blocks": 2, "depths": [1, 1],
            "sr_ratios": [2, 1], "hidden_sizes": [32, 64], "patch_sizes": [7, 3], "strides": [4, 2],

@@ -172,7 +172,8 @@ def blocks(case: Case) -> dict[str, Any]:
 
 
 def upgrade(case: Case) -> dict[str, Any]:
-    small = cx.upgrade(case.model, blocks=2, data=case.calibration[:4], epochs=2, learning_rate=1e-3)
+    half = case.calibration[: len(case.calibration) // 2]
+    small = cx.upgrade(case.model, blocks=2, data=half, epochs=2, learning_rate=1e-3)
     case.made["upgrade"] = small
     changes = [change for change in cx.summary(small).changes if change.blocks > 1]
     if not changes:

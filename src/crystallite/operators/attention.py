@@ -258,7 +258,7 @@ class ExpandedAttention(nn.Module):
 
     def _mask(self, q: Tensor, k: Tensor, padding: Tensor | None, mask: Tensor | None) -> Tensor | None:
         """What is added to the scores, (batch or 1, heads or 1, queries or 1, keys)."""
-        batch, queries, keys = len(q), q.shape[2], k.shape[2]
+        batch, queries, keys = q.shape[0], q.shape[2], k.shape[2]
         found: Tensor | None = None
         if mask is not None:
             shapes = {2: (queries, keys), 3: (batch * self.num_heads, queries, keys)}
