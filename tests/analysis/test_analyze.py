@@ -342,7 +342,7 @@ def test_experts_of_a_stack_are_analysed_apart(tmp_path):
         ({"null": "x"}, "null must be one of"),
         ({"correction": "fdr"}, "correction must be one of"),
         ({"rule": "x"}, "rule must be one of"),
-        ({"random_walk": None}, "random_walk: expected str, got None"),
+        ({"random_walk": None}, "random_walk: expected a string, got None"),
         ({"level": 2.0}, "level"),
         ({"engine": "dask"}, "engine must be one of"),
         ({"engine": "ray"}, "on disk"),
@@ -355,7 +355,7 @@ def test_bad_options(options, message):
 
 @pytest.mark.parametrize("source", [np.ones((3, 3)), torch.ones(3, 3), None, 3])
 def test_what_is_no_model_is_refused(source):
-    with pytest.raises(cx.InvalidOption, match="source: expected Module or Mapping or str or a path, got"):
+    with pytest.raises(cx.InvalidOption, match=r"source: expected an nn\.Module or a mapping or a string or a path"):
         cx.analyze(source)
 
 

@@ -79,7 +79,7 @@ def test_notebooks_show_the_page_in_a_frame_of_its_own(full_report):
     [
         ({"front": [{"name": "a"}]}, "front: row 0 needs name and quality"),
         ({"sweep": "sweep.json"}, "sweep: expected a list of rows, got str"),
-        ({"monitor": [3]}, "monitor: row 0 needs step"),
+        ({"monitor": [3]}, "monitor: expected a string or a path or a sequence of dicts or None, got"),
         ({"reorganized": nn.Linear(2, 2)}, "not made by reorganize"),
         ({"level": 2.0}, "level"),
     ],

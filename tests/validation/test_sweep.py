@@ -173,7 +173,7 @@ def test_validate_sweeps_with_the_options_of_the_model():
     ("options", "message"),
     [
         ({"levels": []}, "expected a list of levels"),
-        ({"levels": "percolation"}, "expected a list of levels"),
+        ({"levels": "percolation"}, "levels: expected a sequence of .*, got 'percolation'"),
         ({"levels": [2.0]}, "level must be a number"),
         ({"rule": "all"}, "rule must be"),
         ({"random_walk": None}, "needs the random-walk test"),

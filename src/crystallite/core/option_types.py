@@ -13,6 +13,10 @@ from crystallite.core.errors import InvalidOption
 
 __all__ = ["check_types"]
 
+_WORDS = {
+    "Module": "an nn.Module", "int": "an integer", "float": "a number", "str": "a string", "bool": "True or False",
+    "dict": "a dict", "Mapping": "a mapping",
+}  # fmt: skip
 _NUMBERS: dict[type, type] = {int: numbers.Integral, float: numbers.Real}  # NumPy's too
 
 
@@ -23,10 +27,10 @@ def check_types(function: Callable[..., Any], given: Mapping[str, Any]) -> None:
     >>> check_types(halve, {"count": 2, "targets": ["a"]})
     >>> check_types(halve, {"count": 2.5})
     Traceback (most recent call last):
-    crystallite.core.errors.InvalidOption: count: expected int, got 2.5
+    crystallite.core.errors.InvalidOption: count: expected an integer, got 2.5
     >>> check_types(halve, {"count": 2, "targets": 3})
     Traceback (most recent call last):
-    crystallite.core.errors.InvalidOption: targets: expected str or a sequence of str, got 3
+    crystallite.core.errors.InvalidOption: targets: expected a string or a sequence of strings, got 3
     """
     hints = _hints(function)
     for name, value in given.items():
@@ -62,8 +66,8 @@ def _fits(value: Any, kind: Any) -> bool:
     if kind is bool:
         return isinstance(value, bool) or type(value).__name__ == "bool"  # NumPy's
     if kind in _NUMBERS:
-        huge = isinstance(value, numbers.Integral) and abs(int(value)) >= 2**63
-        return isinstance(value, _NUMBERS[kind]) and not isinstance(value, bool) and not huge
+        too_large = isinstance(value, numbers.Integral) and abs(int(value)) >= 2**63  # for PyTorch and NumPy
+        return isinstance(value, _NUMBERS[kind]) and not isinstance(value, bool) and not too_large
     base = origin or kind
     if base is Any or not isinstance(base, type) or getattr(base, "_is_protocol", False):
         return True
@@ -77,10 +81,11 @@ def _named(kind: Any) -> str:
     if origin is Literal:
         return " or ".join(repr(choice) for choice in get_args(kind))
     if origin in (Sequence, Iterable):
-        return f"a sequence of {_named(get_args(kind)[0])}"
+        return f"a sequence of {_named(get_args(kind)[0]).removeprefix('a ').removeprefix('an ')}s"
     if origin is os.PathLike or kind is os.PathLike:
         return "a path"
-    return "None" if kind in (None, NoneType) else getattr(kind, "__name__", str(kind))
+    name = "None" if kind in (None, NoneType) else getattr(kind, "__name__", str(kind))
+    return _WORDS.get(name, name)
 
 
 def _shown(value: Any) -> str:

@@ -197,8 +197,8 @@ def source_sha256(source: nn.Module | Mapping[str, Any] | str | os.PathLike[str]
                 values: Any = checkpoint.read(name)
                 if isinstance(values, torch.Tensor):
                     values = values.contiguous().reshape(-1).view(torch.uint8).numpy()
-                flat: Any = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
-                digest.update(flat)
+                numbers: Any = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+                digest.update(numbers)
     return digest.hexdigest()
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import inspect
 import json
 import math
 import shutil
@@ -131,7 +132,9 @@ def open_pretrained(folder: Path, into: nn.Module | None = None) -> nn.Module:
         names = config.architectures or ["AutoModel"]  # then all weights must be known: a head has no other name
         own = into is not None and type(into).__name__ == names[0]
         cls: Any = type(into) if own else getattr(library, names[0], None)
-        if not (isinstance(cls, type) and (own or names == ["AutoModel"] or issubclass(cls, library.PreTrainedModel))):
+        kinds: Any = (library.PreTrainedModel, library.AutoModel) if not own else object
+        is_model = inspect.isclass(cls) and issubclass(cls, kinds)
+        if not is_model:
             raise CheckpointError(
                 f"{folder}: a {names[0]:.80}, which transformers {library.__version__} does not have; open it with "
                 "code of your own, or pass into= an instance of it"
