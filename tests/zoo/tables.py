@@ -13,6 +13,7 @@ __all__ = ["OUTCOMES", "Table", "causes", "known_outcomes", "overview", "problem
 OUTCOMES = Path(__file__).with_name("outcomes.json")
 
 Table = dict[str, dict[str, dict[str, Any]]]  # model → verb → outcome
+_KEPT = 200  # characters of a refusal
 SIGNS = {"works": "✓", "refused": "r", "crash": "CRASH", "wrong": "WRONG", "nothing": "NOTHING", "n/a": "·"}
 
 
@@ -57,11 +58,15 @@ def _shape(text: str) -> str:
 
 
 def problems(name: str, cells: dict[str, dict[str, Any]], known: dict[str, dict[str, str]]) -> list[str]:
-    """Cells that crash, are wrong or do nothing, and those that came out otherwise than is known of them."""
+    """Cells that crash, are wrong or do nothing, and those that came out, or are refused, otherwise than is known."""
     found = []
     for verb, cell in cells.items():
-        expected = known[verb]["status"] if verb in known else "works or a reason"
-        if cell["status"] not in ("works", "refused", "n/a") or (verb in known and cell["status"] != expected):
+        before = known.get(verb, cell)
+        changed = cell["status"] != before["status"] or (
+            cell["status"] == "refused" and _shape(cell["text"][:_KEPT]) != _shape(before["text"])
+        )
+        if changed or cell["status"] not in ("works", "refused", "n/a"):
+            expected = f"{before['status']} {before.get('text', '')}" if verb in known else "works or a reason"
             came = f"{cell['status']}: {cell['text']} {cell['frames']}"
             found.append(f"{name} × {verb}: expected {expected}, got {came}")
     return found
@@ -78,7 +83,7 @@ def store_outcomes(table: Table) -> None:
     known = known_outcomes() if OUTCOMES.exists() else {}
     for name, cells in table.items():
         short = {
-            verb: {"status": cell["status"]} | ({"text": cell["text"][:200]} if cell["status"] == "refused" else {})
+            verb: {"status": cell["status"]} | ({"text": cell["text"][:_KEPT]} if cell["status"] == "refused" else {})
             for verb, cell in cells.items()
         }
         known[name] = known.get(name, {}) | short

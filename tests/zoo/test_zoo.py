@@ -48,3 +48,27 @@ def test_all_cells(name):
 def test_the_page_lists_every_model():
     assert PAGE.read_text() == page(known_outcomes(), ZOO)
     assert set(known_outcomes()) == set(ZOO)
+
+
+def cell(status, text=""):
+    return {"save": {"status": status, "text": text, "frames": []}}
+
+
+@pytest.mark.parametrize(
+    ("came", "known"),
+    [
+        (cell("crash"), cell("crash")),
+        (cell("wrong"), {}),
+        (cell("nothing"), {}),
+        (cell("refused", "too large"), cell("works")),
+        (cell("works"), cell("refused", "too large")),
+        (cell("refused", "layer a.b: of a kind that is not known"), cell("refused", "layer a.b: its weights are tied")),
+    ],
+)
+def test_what_is_a_problem(came, known):
+    assert len(problems("model", came, known)) == 1
+
+
+def test_the_same_reason_for_another_layer_is_no_problem():
+    known = cell("refused", "model.layers.0.up: got 832 samples")
+    assert problems("model", cell("refused", "model.layers.1.down: got 64 samples"), known) == []
