@@ -19,7 +19,7 @@ MAY_IMPORT = {
     "analysis": "annealing core structure weights",
     "data": "core",
     "operators": "core structure",
-    "models": "annealing core operators weights",
+    "models": "annealing core data operators weights",
     "graph": "core data models operators",
     "reorganization": "annealing core graph models operators structure weights",
     "statistics": "core data operators weights",

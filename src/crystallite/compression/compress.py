@@ -17,6 +17,7 @@ from crystallite.core.suggest import check_choice, suggest_keywords
 from crystallite.data.batch import evaluating
 from crystallite.data.calibration import Calibration
 from crystallite.models.composites import collapse_
+from crystallite.models.familiarity import describe
 from crystallite.models.preparing import note_preparation_, prepared
 from crystallite.models.transformers_folder import write_config
 
@@ -140,6 +141,8 @@ def compress(
         result, guarantee = cheapest(candidate, losses, tolerance, confidence, risk)
         change_options_(result, guarantee=guarantee)
     result = collapse_(result)
+    with evaluating(result):
+        change_options_(result, inputs=describe(result, list(work.session.units), data.fitted, data.held_out))
     note_preparation_(result, notes)
     write_config(result, model)
     return result

@@ -20,7 +20,8 @@ from crystallite.statistics.layer_io import matrix_of
 
 __all__ = ["influence"]
 
-_SAMPLES = 2048
+_SAMPLES = 2048  # or as many sums of the outputs of fewer samples
+_DRAWS = 16  # of signs for each sample, at most: few long texts say as much as many short ones
 _LEAST = 1e-2  # what any direction is taken to matter, as a share of the mean
 
 
@@ -34,13 +35,15 @@ def influence(session: Session, progress: bool = False) -> dict[str, Tensor]:
     """
     names = [name for name, unit in session.units.items() if _can_be_weighed(unit.module, name in session.uncut)]
     sums: dict[str, Tensor] = {}
-    rng, samples = torch.Generator().manual_seed(session.seed), 0
+    rng, samples, known = torch.Generator().manual_seed(session.seed), 0, sum(b.size for b in session.data.fitted)
+    draws = min(max(_SAMPLES // known, 1), _DRAWS)
     for batch in tqdm(session.data.fitted if names else (), "weighing", disable=not progress):
         if samples >= _SAMPLES:
             break
         samples += batch.size
-        for name, rows in _gradients(session.dense, names, batch, rng).items():
-            sums[name] = sums.get(name, 0) + (rows.T @ rows).double()
+        for _ in range(draws):
+            for name, rows in _gradients(session.dense, names, batch, rng).items():
+                sums[name] = sums.get(name, 0) + (rows.T @ rows).double()
     return {name: _root(total) for name, total in sums.items() if float(total.trace()) > 0}
 
 

@@ -25,6 +25,7 @@ __all__ = [
     "CompressedOptions",
     "Epoch",
     "ExactOptions",
+    "Familiar",
     "Fold",
     "Guarantee",
     "LayerChange",
@@ -206,6 +207,23 @@ class Guarantee:
 
 
 @dataclass(frozen=True)
+class Familiar:
+    """What a layer read when the model was fitted; see `models/familiarity.py`."""
+
+    layer: str
+    mean: tuple[float, ...]  # of some sums of what it read
+    covariance: tuple[float, ...]  # of the same, lower triangle row by row
+    usual: float  # what a sample may score
+
+    def __post_init__(self) -> None:
+        count = len(self.mean)
+        if not count or len(self.covariance) != count * (count + 1) // 2:
+            raise ValueError(f"covariance: expected {count * (count + 1) // 2} numbers, got {len(self.covariance)}")
+        if not all(map(math.isfinite, (*self.mean, *self.covariance, self.usual))) or self.usual <= 0:
+            raise ValueError("expected finite numbers, and a positive one for what is usual")
+
+
+@dataclass(frozen=True)
 class CompressedOptions:
     """How a model was compressed, and what that did to its outputs; see `compress`."""
 
@@ -223,6 +241,7 @@ class CompressedOptions:
     heads_kept: dict[str, str] = field(default_factory=dict)  # parts of attention that stay whole → why
     polish: Polish | None = None
     guarantee: Guarantee | None = None
+    inputs: tuple[Familiar, ...] = ()  # what a few layers read on the calibration data
 
 
 @dataclass(frozen=True)

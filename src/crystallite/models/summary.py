@@ -10,6 +10,7 @@ from torch import nn
 
 from crystallite.core.suggest import suggest_keywords
 from crystallite.core.tables import by_expert, span, terminal_width, text_table
+from crystallite.models.familiarity import unfamiliar
 from crystallite.models.record import OUTSIDE_EXPERTS, TOO_FEW, CompressedOptions, LayerChange, Record, record
 from crystallite.operators.chain import BlockChain
 from crystallite.operators.conv import BlockConv
@@ -81,11 +82,13 @@ class Summary:
 
 
 @suggest_keywords
-def summary(model: nn.Module) -> Summary:
+def summary(model: nn.Module, data: Any = None) -> Summary:
     """What `reorganize`, `compress` or `upgrade` did to a model.
 
     Args:
         model: what one of them returned.
+        data: batches of inputs as for `validate`, if it shall say how many are unlike those that the model was fitted
+            on.
 
     Returns:
         A `Summary`, which prints as a table: one line for each layer, and the cost before and after.
@@ -101,7 +104,8 @@ def summary(model: nn.Module) -> Summary:
     """
     found = record(model)
     notes = (*_notes(found.options), *_unreached(found)) if isinstance(found.options, CompressedOptions) else ()
-    return Summary(found.changes, _order(model, found), (*found.prepared, *notes))
+    seen = None if data is None else unfamiliar(model, data)
+    return Summary(found.changes, _order(model, found), (*found.prepared, *notes, *([str(seen)] if seen else [])))
 
 
 def _order(model: nn.Module, found: Record) -> str:

@@ -15,6 +15,11 @@ _COUNTERS = {  # help and labels
     "crystallite_requests_total": ("Requests by model and HTTP status", ("model", "status")),
     "crystallite_retries_total": ("Calls of a piece that were repeated", ("model", "piece")),
     "crystallite_reloads_total": ("Reloads of a model, by outcome", ("model", "outcome")),
+    "crystallite_inputs_total": ("Inputs that were compared with those that a fitted model knows", ("model", "layer")),
+    "crystallite_unfamiliar_inputs_total": (
+        "Of these, unlike all but 1 % of what it was fitted on",
+        ("model", "layer"),
+    ),
 }
 _HISTOGRAMS = {  # help, labels and the upper bounds of the buckets
     "crystallite_request_seconds": ("From the arrival of a request to its answer", ("model",), _SECONDS),
@@ -50,9 +55,9 @@ class Metrics:
         about, labels = "Replicas that answer, inference tier", ("model", "piece")
         self._replicas = Gauge("crystallite_replicas", about, labels, registry=self._registry)
 
-    def count(self, name: str, **labels: str) -> None:
-        """One more."""
-        self._counters[name].labels(**labels).inc()
+    def count(self, name: str, times: int = 1, **labels: str) -> None:
+        """One more, or several."""
+        self._counters[name].labels(**labels).inc(times)
 
     def observe(self, name: str, value: float, **labels: str) -> None:
         """One more value of a histogram."""

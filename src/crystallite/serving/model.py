@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from crystallite.core.errors import InvalidOption
 from crystallite.models.artifact import load_mapped
+from crystallite.models.familiarity import known_inputs, score_always_
 from crystallite.models.manifest import check_weights, read_manifest
 from crystallite.reorganization.subnetworks import Subnetworks
 from crystallite.serving.batching import Batcher
@@ -79,8 +80,11 @@ class CutModel:
     inputs: Mapping[str, Tensor]  # what each piece reads from one sample of zeros
 
     @classmethod
-    def open(cls, name: str, source: Source) -> CutModel:
-        """Load, check the hash and the verdict, plan, cut and warm up."""
+    def open(cls, name: str, source: Source, scores: Callable[[str, Tensor], None] | None = None) -> CutModel:
+        """Load, check the hash and the verdict, plan, cut and warm up.
+
+        scores: called with how unlike the inputs of layers are to those that the model was fitted on.
+        """
         if not re.fullmatch(r"[\w.-]{1,100}", name, re.ASCII):
             raise InvalidOption(f"{name!r:.80}: expected a model name of letters, digits, '_', '.' and '-'")
         path = Path(os.path.realpath(source.path))  # a link that is moved to a new version is followed once
@@ -88,6 +92,8 @@ class CutModel:
             _check_verdict(path, read_manifest(path))
         version = check_weights(path)[:12]
         model = load_mapped(path, source.into).eval()
+        if scores is not None:
+            score_always_(model, known_inputs(model), scores)
         plan, network = arrange(model, source.batch, source.machine or measure_machine(), source.workers)
         network = _in_own_memory(network)
         with _first_inputs(network) as inputs:

@@ -100,7 +100,16 @@ class Service:
         if engine == "local":
 
             def opened(name: str, metrics: Metrics) -> ServedModel:
-                cut = CutModel.open(name, sources[name])
+                counting = threading.Event()
+
+                def count(layer: str, scores: Tensor) -> None:
+                    if counting.is_set():  # not while it is warmed up
+                        metrics.count("crystallite_inputs_total", len(scores), model=name, layer=layer)
+                        unlike = int((scores > 1).sum())
+                        metrics.count("crystallite_unfamiliar_inputs_total", unlike, model=name, layer=layer)
+
+                cut = CutModel.open(name, sources[name], count)
+                counting.set()
                 return ServedModel.of(cut, LocalEngine(cut.network.modules), limits, metrics)
 
             return cls(sources, opened, limits, lambda: None)

@@ -16,6 +16,7 @@ from crystallite.core.errors import InvalidOption
 from crystallite.core.suggest import suggest_keywords
 from crystallite.data.batch import Batch, batches, check_repeatable, repeatable
 from crystallite.models.artifact import load
+from crystallite.models.familiarity import Unfamiliar, known_inputs, scoring
 from crystallite.models.manifest import attach_verdict, check_source
 from crystallite.models.preparing import prepared
 from crystallite.models.record import CompressedOptions, ExactOptions, find_record
@@ -120,6 +121,7 @@ def validate(
         *(((), {}) if watch is None else watch.done()),
         swept,
         _guarantee(model),
+        collected.unfamiliar if collected.known else None,
     )
     if not isinstance(reorganized, nn.Module):
         attach_verdict(Path(reorganized), verdict.to_json())
@@ -143,6 +145,7 @@ class _Both:
         self.models = original, reorganized
         self.comparison = RunningComparison()
         self.metrics = None if metric is None else (RunningMetric(metric), RunningMetric(metric))
+        self.known, self.unfamiliar = known_inputs(reorganized), Unfamiliar()
         self.slices = slices
         self.labels: list[str] = []
         self.timed: dict[int, Batch] = {}
@@ -153,7 +156,7 @@ class _Both:
             if not self.timed:
                 for model, who in zip(self.models, ("the original", "the reorganized model"), strict=True):
                     check_repeatable(model, batch, who)
-            with watch or nullcontext():
+            with watch or nullcontext(), scoring(self.models[1], self.known, self.unfamiliar.add):
                 outputs = [batch.run(model) for model in self.models]
                 if dense is not None:
                     batch.run(dense)

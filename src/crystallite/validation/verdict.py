@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from crystallite.core.tables import text_table
+from crystallite.models.familiarity import Unfamiliar
 from crystallite.validation.comparison import Case, Comparison
 from crystallite.validation.cost import Latency
 from crystallite.validation.layers import LayerDeviation
@@ -41,6 +42,7 @@ class Verdict:
     skipped_layers: dict[str, str] = field(default_factory=dict)  # name → why it was not compared
     sweep: Sweep | None = None
     guarantee: str | None = None  # what was shown when the model was fitted, on other samples
+    unfamiliar: Unfamiliar | None = None  # how many samples are unlike those that it was fitted on, where it was
 
     @property
     def passed(self) -> bool:
@@ -82,6 +84,7 @@ class Verdict:
                 "skipped_layers": self.skipped_layers,
                 "sweep": self.sweep and self.sweep.to_json(),
                 "guarantee": self.guarantee,
+                "unfamiliar": self.unfamiliar and asdict(self.unfamiliar),
             }
         )
 
@@ -102,7 +105,7 @@ class Verdict:
     def __repr__(self) -> str:
         lines = [f"{'PASSED' if self.passed else 'FAILED'} on {self.samples} sample{'s' * (self.samples != 1)}"]
         lines += [f"  {_SIGNS[o.status]} {o.reason}" for o in self.outcomes]
-        lines += [f"  {self.guarantee}"] if self.guarantee else []
+        lines += [f"  {note}" for note in (self.guarantee, self.unfamiliar) if note]
         rows = [["output", "deviation: mean", "99 %", "worst", "cosine: mean", "worst", "agreement"]]
         for output in (o.to_json() for o in self.comparison.outputs):
             deviation = (output["mean_deviation"], output["deviation"]["99%"], output["deviation"]["worst"])
