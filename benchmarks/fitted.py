@@ -1,6 +1,7 @@
 """Smaller operators without training: quality against multiply-adds and against measured time, beside baselines.
 
-`python -m benchmarks.fitted [--tasks minilm …] [--seeds 0 1 2] [--mnist DATA.npz] [--wordnet FOLDER]`. No method sees
+`python -m benchmarks.fitted [--tasks minilm …] [--seeds 0 1 2] [--mnist DATA.npz] [--wordnet FOLDER] [--kinds KIND …]
+[--mixed-with KIND …]`. No method sees
 labels or what it is judged by, but for the narrow network, which is trained like the dense one. ONNX Runtime, fp32 and
 dynamic int8, is what a CPU user would pick instead. Stores benchmarks/results/fitted.json and draws
 docs/figures/fitted.svg from it.
@@ -25,7 +26,8 @@ import torch
 from torch import nn
 
 from benchmarks import fitted_tasks
-from benchmarks.fitted_tasks import Task
+from benchmarks.fitted_tasks import ELSEWHERE, Task
+from benchmarks.texts import KINDS
 from benchmarks.timing import MNIST, show, store, stored
 from crystallite.baselines import METHODS
 from crystallite.baselines.compare import makers
@@ -172,6 +174,10 @@ def summarised(rows: list[dict]) -> list[dict]:
             if values:
                 row |= {column: statistics.mean(values), f"± {column}": statistics.pstdev(values)}
         found.append({**row, "% of dense": statistics.mean(kept), "± % of dense": statistics.pstdev(kept)})
+        whole = {r["seed"]: r for r in rows if r["method"] == "dense" and r["task"] == key[0]}
+        for column in [name for name in same[0] if name.startswith(ELSEWHERE)]:
+            shares = [100 * r[column] / whole[r["seed"]][column] for r in same if column in r]
+            found[-1] |= {f"% of dense {column}": statistics.mean(shares), f"± {column}": statistics.pstdev(shares)}
     return found
 
 
@@ -217,7 +223,9 @@ def draw(rows: list[dict], path: Path) -> None:
 
 
 def minilm(options: argparse.Namespace, seed: int) -> list[dict]:
-    task = fitted_tasks.retrieval(options.wordnet, seed, options.texts)
+    task = fitted_tasks.retrieval(
+        options.wordnet, seed, options.texts, kinds=options.kinds, mixed_with=options.mixed_with
+    )
     budgets = [0.5, 0.25] if options.budgets is None else options.budgets
     return measured(
         task, seed, budgets, methods=options.methods, polish=options.polish, int8_budgets=options.int8_budgets
@@ -271,6 +279,12 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--polish", type=int, default=600, metavar="STEPS", help="for MiniLM, of label-free training")
     parser.add_argument("--texts", type=int, default=_TEXTS, help="of WordNet to calibrate MiniLM with")
+    parser.add_argument(
+        "--kinds", nargs="*", choices=KINDS, default=[], help="of other text that MiniLM is judged by too"
+    )
+    parser.add_argument(
+        "--mixed-with", nargs="*", choices=KINDS, default=[], help="other text that MiniLM is calibrated with too"
+    )
     parser.add_argument("--mnist", type=Path, default=MNIST, help="mnist.npz: Xtr, ytr, Xte, yte")
     parser.add_argument("--wordnet", default=fitted_tasks.WORDNET, help="folder of data.noun … (Debian: wordnet-base)")
     options = parser.parse_args(arguments)

@@ -6,7 +6,7 @@ import importlib.util
 import os
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,10 @@ WORDNET = "/usr/share/wordnet"  # of the Debian package wordnet-base
 _TOKENS = 64  # of a text that are read
 _TEXTS_AT_ONCE = 32
 _WINDOW = 64  # characters
+_LONG = 256  # tokens of a paragraph that are read: all that MiniLM was trained for
+_POOLS, _PARAGRAPHS = 2, 500  # of other kinds of text to judge by
+_MIXED = 2000  # paragraphs of another kind in a mixed calibration
+ELSEWHERE = "acc@1 "  # begins the name of a column: what is kept on another kind of text
 
 
 @dataclass(frozen=True)
@@ -115,61 +119,95 @@ def minilm_folder() -> Path:
     return Path(found.origin).parent / "model"
 
 
-def retrieval(wordnet: str, seed: int, texts: int = 1000, queries: int = 1000, pools: int = 3) -> Task:
+def retrieval(
+    wordnet: str, seed: int, texts: int = 1000, queries: int = 1000, pools: int = 3, kinds: Sequence[str] = (),
+    mixed_with: Sequence[str] = (),
+) -> Task:  # fmt: skip
     """MiniLM finds the word for a definition, among all words of `queries` meanings; so in several pools of them.
 
     Calibrated with as many texts as named, of other meanings: definitions, and a word for every third of them; `seed`
     says which. acc@1: for how many definitions the right word is nearest; MRR: mean of 1/rank; cosine: to the dense
-    model's vectors.
+    model's vectors. kinds: of other text (`benchmarks.texts`) that it is judged by too: for how many paragraphs of 500
+    the second half is the nearest one to the first; so in two pools. mixed_with: kinds of which paragraphs, other ones
+    than those, take their turn with definitions in the calibration.
     """
     from transformers import AutoModel, AutoTokenizer
+
+    from benchmarks.texts import paragraphs
 
     used, judged = split(glosses(wordnet), seed, 3 * texts // 4, pools * queries)
     tokenizer = AutoTokenizer.from_pretrained(minilm_folder(), local_files_only=True)
     model = Sentences(AutoModel.from_pretrained(minilm_folder(), local_files_only=True)).eval()
 
-    def encoded(some: list[str], at_once: int = _TEXTS_AT_ONCE) -> Iterator[dict[str, Tensor]]:
+    def encoded(some: list[str], at_once: int = _TEXTS_AT_ONCE, longest: int = _TOKENS) -> Iterator[dict[str, Tensor]]:
         for start in range(0, len(some), at_once):
             part = some[start : start + at_once]
-            made = tokenizer(part, padding=True, truncation=True, max_length=_TOKENS, return_tensors="pt")
+            made = tokenizer(part, padding=True, truncation=True, max_length=longest, return_tensors="pt")
             yield {name: made[name] for name in ("input_ids", "attention_mask")}
 
-    def by_length(some: list[str]) -> tuple[list[dict[str, Tensor]], Tensor]:
+    def by_length(some: list[str], longest: int = _TOKENS) -> tuple[list[dict[str, Tensor]], Tensor]:
         """Batches of texts alike in length, and where each text is found in them."""
         order = sorted(range(len(some)), key=lambda i: len(some[i]))
-        return list(encoded([some[i] for i in order], 128)), torch.tensor(order).argsort()
+        return list(encoded([some[i] for i in order], 64, longest)), torch.tensor(order).argsort()
 
-    questions, answers = by_length([e.gloss for e in judged]), by_length([e.word for e in judged])
+    asked = {"": (by_length([e.gloss for e in judged]), by_length([e.word for e in judged]))}
+    for kind in kinds:
+        halves = [_halves(text) for text in paragraphs(kind)[: _POOLS * _PARAGRAPHS]]
+        asked[kind] = by_length([a for a, _ in halves], _LONG), by_length([b for _, b in halves], _LONG)
 
-    def vectors(some: nn.Module) -> tuple[Tensor, Tensor]:
+    def vectors(some: nn.Module, kind: str) -> tuple[Tensor, Tensor]:
         with torch.inference_mode():
-            found = [
-                torch.cat([some(**batch) for batch in batches])[places] for batches, places in (questions, answers)
-            ]
+            found = [torch.cat([some(**batch) for batch in batches])[places] for batches, places in asked[kind]]
         return found[0], found[1]
 
-    dense = vectors(model)
+    dense = {kind: vectors(model, kind) for kind in asked}
 
     def judge(some: nn.Module) -> dict[str, float]:
-        found = dense if some is model else vectors(some)
-        asked, known = (part.unflatten(0, (pools, queries)) for part in found)
-        scores = asked @ known.mT  # (pools, queries, words)
-        rank = 1 + (scores > scores.diagonal(dim1=1, dim2=2)[..., None]).sum(2)
-        cosine = torch.cat([(a * b).sum(1) for a, b in zip(found, dense, strict=True)])
-        return {
-            "quality": 100 * float((rank == 1).float().mean()),
-            "MRR": 100 * float((1 / rank).mean()),
-            "cosine": float(cosine.mean()),
-        }
+        told = {}
+        for kind, own in dense.items():
+            found = own if some is model else vectors(some, kind)
+            questions, answers = (part.unflatten(0, (-1, _PARAGRAPHS if kind else queries)) for part in found)
+            scores = questions @ answers.mT  # (pools, questions, answers)
+            rank = 1 + (scores > scores.diagonal(dim1=1, dim2=2)[..., None]).sum(2)
+            cosine = torch.cat([(a * b).sum(1) for a, b in zip(found, own, strict=True)])
+            told[f"{ELSEWHERE}{kind}" if kind else "quality"] = 100 * float((rank == 1).float().mean())
+            if not kind:
+                told |= {"MRR": 100 * float((1 / rank).mean()), "cosine": float(cosine.mean())}
+        return told
 
     mixed = sorted([*(e.gloss for e in used), *(e.word for e in used[::3])], key=len)
     calibration = list(encoded(mixed))  # texts alike in length share a batch, so that little is padded
     random.Random(seed).shuffle(calibration)
+    if mixed_with:
+        others = []
+        for kind in mixed_with:
+            some = paragraphs(kind)[_POOLS * _PARAGRAPHS :]
+            random.Random(seed).shuffle(some)
+            batches = list(encoded(sorted(some[:_MIXED], key=len), longest=_LONG))
+            random.Random(seed).shuffle(batches)
+            others.append(batches)
+        calibration = taking_turns([calibration, *others])
+    mixture = f", calibrated with {' and '.join(mixed_with)} too" if mixed_with else ""
     some = sorted((e.gloss for e in judged[:512]), key=len)
     return Task(
-        "MiniLM, WordNet retrieval", model, calibration, judge, list(encoded(some))[::4], _bert_groups(model),
+        "MiniLM, WordNet retrieval" + mixture, model, calibration, judge, list(encoded(some))[::4], _bert_groups(model),
         ("pooler",), frozenset(mixed), frozenset(text for e in judged for text in (e.gloss, e.word)),
     )  # fmt: skip
+
+
+def _halves(text: str) -> tuple[str, str]:
+    words = text.split()
+    return " ".join(words[: len(words) // 2]), " ".join(words[len(words) // 2 :])
+
+
+def taking_turns(kinds: list[list[dict[str, Tensor]]]) -> list[dict[str, Tensor]]:
+    """Batches of several kinds so that at any place equally many tokens of each have come, while there are any."""
+    found, counts, left = [], [0] * len(kinds), [list(reversed(kind)) for kind in kinds]
+    while all(left):
+        place = counts.index(min(counts))
+        found.append(left[place].pop())
+        counts[place] += int(found[-1]["attention_mask"].sum())
+    return found
 
 
 def _bert_groups(model: Any) -> list[NeuronGroup]:
