@@ -27,7 +27,7 @@ _TOKENS = 64  # of a text that are read
 _TEXTS_AT_ONCE = 32
 _WINDOW = 64  # characters
 _LONG = 256  # tokens of a paragraph that are read: all that MiniLM was trained for
-_POOLS, _PARAGRAPHS = 2, 500  # of other kinds of text to judge by
+_POOLS, _PARAGRAPHS = 1, 500  # of other kinds of text to judge by
 _MIXED = 2000  # paragraphs of another kind in a mixed calibration
 ELSEWHERE = "acc@1 "  # begins the name of a column: what is kept on another kind of text
 
@@ -128,7 +128,7 @@ def retrieval(
     Calibrated with as many texts as named, of other meanings: definitions, and a word for every third of them; `seed`
     says which. acc@1: for how many definitions the right word is nearest; MRR: mean of 1/rank; cosine: to the dense
     model's vectors. kinds: of other text (`benchmarks.texts`) that it is judged by too: for how many paragraphs of 500
-    the second half is the nearest one to the first; so in two pools. mixed_with: kinds of which paragraphs, other ones
+    the second half is the nearest one to the first. mixed_with: kinds of which paragraphs, other ones
     than those, take their turn with definitions in the calibration.
     """
     from transformers import AutoModel, AutoTokenizer

@@ -13,7 +13,7 @@ from tqdm import tqdm
 from crystallite.compression.recurrent import step_by_step
 from crystallite.compression.session import Session
 from crystallite.data.batch import Batch
-from crystallite.data.outputs import tensors
+from crystallite.data.outputs import judged
 from crystallite.data.positions import real_rows
 from crystallite.operators.conv import Convolution
 from crystallite.statistics.layer_io import matrix_of
@@ -74,10 +74,10 @@ def _gradients(model: nn.Module, names: Sequence[str], batch: Batch, rng: torch.
             stack.callback(model.get_submodule(name).register_forward_hook(keep(name)).remove)
         stack.enter_context(step_by_step(model))
         stack.enter_context(torch.enable_grad())
-        found = tensors(batch.run(model, gradients=True))
+        found = judged(batch.run(model, gradients=True))
         total: Any = 0.0
         for value in found.values():
-            if value.requires_grad and value.is_floating_point() and value.ndim:
+            if value.requires_grad and value.ndim:
                 rows = value.reshape(-1, value.shape[-1])[real_rows(batch, value.shape[:-1], value.numel(), 0)]
                 rows = _single(rows)
                 signs = torch.randint(2, rows.shape, generator=rng).to(rows) * 2 - 1

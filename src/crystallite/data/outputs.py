@@ -11,7 +11,7 @@ from torch import Tensor
 
 from crystallite.core.errors import InvalidOption
 
-__all__ = ["ROUNDING", "equal_up_to_rounding", "main_output", "same_structure", "tensors"]
+__all__ = ["ROUNDING", "equal_up_to_rounding", "judged", "main_output", "same_structure", "tensors"]
 
 # what two orders of the same sums may differ by at the end of a deep network, relative to the size of its output
 ROUNDING = {torch.float64: 1e-10, torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 2e-2}
@@ -41,6 +41,30 @@ def _walk(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
     elif is_dataclass(value) and not isinstance(value, type):
         for part in fields(value):
             yield from _walk(getattr(value, part.name), f"{path}.{part.name}")
+
+
+def judged(output: Any) -> dict[str, Tensor]:
+    """What a model returned in numbers whose differences count alike, with gradients: floating-point tensors.
+
+    What is called logits is judged by the probabilities that a softmax makes of it, as 2√p: a small step there is as
+    long as it changes what is decided (Fisher's metric), however unlikely tokens move meanwhile.
+
+    >>> logits = torch.tensor([[9.0, 0.0, -50.0], [9.0, 0.0, -40.0]])
+    >>> found = judged({"logits": logits, "values": logits, "count": torch.tensor(1)})
+    >>> [(path, bool((t[0] - t[1]).abs().max() > 1e-6)) for path, t in found.items()]
+    [('output.logits', False), ('output.values', True)]
+    """
+    found = {path: value for path, value in tensors(output).items() if value.is_floating_point()}
+    return {path: _decided(value) if _is_logits(path, value) else value for path, value in found.items()}
+
+
+def _is_logits(path: str, value: Tensor) -> bool:
+    return path.endswith(".logits") and value.ndim > 1 and value.shape[-1] > 1  # one number is no decision
+
+
+def _decided(logits: Tensor) -> Tensor:
+    single = torch.promote_types(logits.dtype, torch.float32)
+    return 2 * (logits.to(single).log_softmax(-1) / 2).exp()
 
 
 def same_structure(original: dict[str, Tensor], reorganized: dict[str, Tensor]) -> dict[str, Tensor]:

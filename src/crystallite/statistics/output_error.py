@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from crystallite.data.batch import Batch
-from crystallite.data.outputs import tensors
+from crystallite.data.outputs import judged
 from crystallite.data.positions import real_positions
 
 __all__ = ["mean_output_error", "output_error", "relative_error"]
@@ -33,12 +33,8 @@ def relative_error(found: Tensor, expected: Tensor, batch: Batch) -> Tensor:
 
 def output_error(found: Any, expected: Any, batch: Batch) -> Tensor:
     """The relative error of a model's outputs, on average over its floating-point tensors, with gradients."""
-    ours = tensors(found)
-    errors = [
-        relative_error(ours[path], value, batch)
-        for path, value in tensors(expected).items()
-        if value.is_floating_point()
-    ]
+    ours = judged(found)
+    errors = [relative_error(ours[path], value, batch) for path, value in judged(expected).items()]
     return torch.stack(errors).mean() if errors else torch.zeros(())
 
 
