@@ -7,6 +7,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import crystallite as cx
 from crystallite.data.batch import Batch
+from crystallite.models.experts import units_and_experts
+from crystallite.statistics.layer_io import row_counts
 from crystallite.validation.cost import count_macs, measure_latency
 from tests.helpers.block_models import block_convolution, block_linear, block_recurrent
 
@@ -25,6 +27,31 @@ def test_dense_models_count_as_pytorch_counts(model, shape):
     with FlopCounterMode(display=False) as counter:
         model(x)
     assert 2 * count_macs(model, Batch(0, len(x), (x,))) == counter.get_total_flops()
+
+
+class HeadGates(nn.Module):
+    """A matrix for each head, as the gates of RecurrentGemma: every token meets all of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.input_weight, self.state_weight = (nn.Parameter(torch.randn(4, 3, 3)) for _ in range(2))
+        self.input_bias, self.state_bias = (nn.Parameter(torch.randn(4, 3)) for _ in range(2))
+
+    def forward(self, x, positions):
+        heads = x.reshape(-1, 4, 3).transpose(0, 1)
+        read = torch.baddbmm(self.input_bias[:, None], heads, self.input_weight)
+        kept = torch.baddbmm(self.state_bias[:, None], heads, self.state_weight)
+        return (read * kept).transpose(0, 1).reshape(x.shape) * (positions[..., None] > 0)
+
+
+def test_stacks_that_are_no_experts_count_for_every_token():
+    batch = Batch(0, 2, (torch.randn(2, 20, 12), torch.arange(20).expand(2, -1)))
+    model = HeadGates()
+    with FlopCounterMode(display=False) as counter:
+        batch.run(model)
+    assert 2 * count_macs(model, batch) == counter.get_total_flops()
+    (unit,) = units_and_experts(model, ["*"], [])
+    assert 2 * unit.macs * row_counts(model, [""], batch)[""] == counter.get_total_flops()
 
 
 def test_recurrent_networks_count_every_step_and_gate():

@@ -89,7 +89,7 @@ def _macs(module: Any, inputs: tuple[Any, ...], output: Any) -> int:
     share = active_experts(module, inputs)
     if share is not None:
         stacks = sum(p.numel() for p in module.parameters(recurse=False) if p.ndim == 3)
-        return round(len(inputs[1]) * share * stacks)
+        return round(first.numel() // max(1, first.shape[-1]) * share * stacks)
     if isinstance(module, _TRANSPOSED):
         return first.numel() // module.in_channels * module.weight.numel()
     if isinstance(module, _CONVOLUTIONS) or (blocks is not None and hasattr(module, "out_channels")):
