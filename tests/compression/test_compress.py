@@ -202,6 +202,24 @@ def test_a_layer_that_runs_twice_is_fitted_on_all_that_it_reads():
     assert relative_error(small(x), model(x)) < 1e-3
 
 
+def test_a_layer_that_runs_once_for_a_batch_counts_so():
+    class WithTable(nn.Module):
+        """As relative positions in DeBERTa: a table is projected in every call, whatever the batch."""
+
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.register_buffer("table", torch.randn(40, 16))
+            self.read, self.positions = nn.Linear(16, 16), nn.Linear(16, 16)
+
+        def forward(self, x):
+            return self.read(x) @ self.positions(self.table).T
+
+    small = compress(WithTable(), list(samples(16).split(200)), budget=0.6)
+    changes = {change.name: change for change in cx.summary(small).changes}
+    assert changes["read"].macs_before == 5 * changes["positions"].macs_before
+
+
 class Noisy(nn.Module):
     def __init__(self):
         super().__init__()
