@@ -26,7 +26,11 @@ def test_dense_models_count_as_pytorch_counts(model, shape):
     x = torch.randn(shape)
     with FlopCounterMode(display=False) as counter:
         model(x)
-    assert 2 * count_macs(model, Batch(0, len(x), (x,))) == counter.get_total_flops()
+    batch = Batch(0, len(x), (x,))
+    assert 2 * count_macs(model, batch) == counter.get_total_flops()
+    units = units_and_experts(model, ["*"], [])
+    rows = row_counts(model, [unit.name for unit in units], batch)
+    assert 2 * sum(unit.macs * rows[unit.name] for unit in units) == counter.get_total_flops()
 
 
 class HeadGates(nn.Module):
