@@ -235,6 +235,12 @@ def test_bad_options_are_refused(options, message):
         upgrade(net, **{"blocks": 2, "data": [torch.randn(32, 8)], "epochs": 1, **options})
 
 
+def test_half_precision_that_cannot_be_trained_is_refused():
+    net = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)).half()
+    with pytest.raises(cx.InvalidOption, match=r"0\.weight: expected weights in float32 or bfloat16, got float16"):
+        upgrade(net, blocks=2, data=[torch.randn(32, 8).half()], epochs=1)
+
+
 def test_batches_must_not_get_fewer():
     class Shrinking:
         left = 4

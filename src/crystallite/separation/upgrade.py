@@ -138,6 +138,11 @@ def upgrade(
     if seed < 0:
         raise InvalidOption(f"seed: expected a whole number from 0 on, got {seed}")
     model, notes = prepared(model, dense=True, finite=True)
+    if half := next((name for name, p in model.named_parameters() if p.dtype == torch.float16), None):
+        raise InvalidOption(
+            f"{half}: expected weights in float32 or bfloat16, got float16, in which steps of training get lost; pass "
+            "model.float() or model.bfloat16(), and convert the result"
+        )
     data = repeatable(data)
     with torch.random.fork_rng(devices=[]):  # whoever calls keeps their random numbers
         torch.manual_seed(seed)
