@@ -6,7 +6,7 @@ from torch import nn
 
 from crystallite.core.errors import InvalidOption
 from crystallite.graph.chains import find_chains
-from tests.helpers.block_models import Gated
+from tests.helpers.block_models import Fused, Gated
 
 
 def mlp():
@@ -46,6 +46,14 @@ def test_a_gate_shares_the_hidden_neurons():
     (chain,) = find_chains(Gated())
     assert set(chain.layers) == {"one", "two", "three"}
     assert len(set(chain.sizes)) == 3
+
+
+def test_gate_and_value_in_one_layer_are_one_hidden_neuron():
+    (chain,) = find_chains(Fused())
+    assert chain.layers == ("both", "down")
+    assert chain.sizes == {"in": 16, "hidden 1": 32, "out": 16}
+    assert chain.tiling("both") == (2, 1)
+    assert chain.tiling("down") == (1, 1)
 
 
 def test_named_layers_separate_alone():

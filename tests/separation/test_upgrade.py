@@ -16,6 +16,7 @@ from crystallite.separation import find_chains, random_partition, upgrade
 from crystallite.separation.training import ends_of
 from crystallite.structure.levels import chain_labels
 from tests.helpers import digits
+from tests.helpers.block_models import Fused
 from tests.helpers.tolerance import assert_close
 
 
@@ -205,6 +206,21 @@ def test_a_given_partition_is_kept(trained):
         assert not w[~partition.mask(name)].any()
     with pytest.raises(cx.InvalidOption, match="expected 2, as the partition has, got 3"):
         upgrade(net, blocks=3, data=loader, partition=partition)
+
+
+def test_gate_and_value_in_one_layer_separate_together():
+    torch.manual_seed(0)
+    net, x = Fused(), torch.randn(256, 16)
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.mul_(3)
+    small = upgrade(net, blocks=2, data=[x], epochs=3)
+    with torch.no_grad():
+        assert_close(small(x), cx.restore(small)(x))
+    state = cx.restore(small).state_dict()
+    ends = state["both.weight"][:32], state["both.weight"][32:], state["down.weight"].T  # (hidden, stream) each
+    read, written = (ends[0] != 0) | (ends[1] != 0), ends[2] != 0
+    assert cx.decompose(torch.cat([read, written], 1)).n_blocks == 2
 
 
 def test_a_threshold_nobody_reaches_is_an_error():

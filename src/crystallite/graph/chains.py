@@ -54,9 +54,10 @@ def find_chains(
     """The weights of a model that can be separated, those together that share hidden neurons.
 
     Hidden neurons join layers where only linear layers, convolutions and batch norms hold weights for them: an MLP is
-    one chain, and so are a stack of convolutions and each feed-forward pair of a transformer, plain or gated. A norm
-    over the neurons, as in a residual stream, mixes all of them, so it ends a chain. A recurrent network is a chain of
-    its own; a unit of a layer is in the same block in both directions. Grouped convolutions are left alone.
+    one chain, and so are a stack of convolutions and each feed-forward pair of a transformer, plain or gated, gate and
+    value in one layer or in two. A norm over the neurons, as in a residual stream, mixes all of them, so it ends a
+    chain. A recurrent network is a chain of its own; a unit of a layer is in the same block in both directions. Grouped
+    convolutions are left alone.
 
     - `targets`: patterns of layer names. None: all layers that are joined with another, or the only one there is.
     - `example`, `modes`: inputs of the model, and where the chains shall hold, as for `trace`.
@@ -80,9 +81,9 @@ def find_chains(
     layers = {layer.name: layer for layer in spaces.layers if layer.name in usable}
     hidden = {axis for axis, group in neuron_groups(model, spaces).items() if not group.heads}  # attention is no chain
     joined: list[list[str]] = []
-    for name, layer in layers.items():
-        ends = {layer.rows, layer.columns} & hidden
-        met = [chain for chain in joined if any({layers[n].rows, layers[n].columns} & ends for n in chain)]
+    ends = {name: {_repeated(axis)[0] for axis in (layer.rows, layer.columns)} & hidden for name, layer in layers.items()}
+    for name in layers:
+        met = [chain for chain in joined if any(ends[n] & ends[name] for n in chain)]
         joined = [chain for chain in joined if chain not in met] + [[*(n for chain in met for n in chain), name]]
     for names in joined:
         chain = _chain([layer for name, layer in layers.items() if name in names], hidden, model)
@@ -121,16 +122,28 @@ def _recurrent_chain(name: str, module: nn.RNNBase) -> Chain:
 def _chain(layers: Sequence[Layer], hidden: set[Axis], model: nn.Module) -> Chain:
     writes, reads = dict[str, str](), dict[str, str]()
     sizes, groups = dict[str, int](), dict[tuple[str, Axis], str]()
+    tiles = dict[str, tuple[int, int]]()
     for layer in layers:
         weight = model.get_submodule(layer.name).get_parameter("weight")
-        for axis, side, found, size in (
+        for whole, side, found, size in (
             (layer.columns, "in", reads, weight.shape[1]),
             (layer.rows, "out", writes, weight.shape[0]),
         ):
-            kind = "hidden" if axis in hidden else side  # what enters and what leaves separate apart
+            axis, times = _repeated(whole)
+            kind = "hidden"
+            if axis not in hidden:
+                axis, times, kind = whole, 1, side  # what enters and what leaves separate apart
             if (kind, axis) not in groups:
                 count = sum(other == kind for other, _ in groups) + 1
                 groups[kind, axis] = kind if kind != "hidden" and count == 1 else f"{kind} {count}"
             found[layer.name] = groups[kind, axis]
-            sizes[groups[kind, axis]] = size
-    return Chain(tuple(layer.name for layer in layers), writes, reads, sizes)
+            sizes[groups[kind, axis]] = size // times
+            if times > 1:
+                rows, columns = tiles.get(layer.name, (1, 1))
+                tiles[layer.name] = (times, columns) if side == "out" else (rows, times)
+    return Chain(tuple(layer.name for layer in layers), writes, reads, sizes, tiles)
+
+
+def _repeated(axis: Axis) -> tuple[Axis, int]:
+    """The axis that stands so often along another: twice where one layer writes gate and value of each neuron."""
+    return (axis[:1], len(axis)) if len({*axis}) == 1 else (axis, 1)
