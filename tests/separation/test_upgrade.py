@@ -223,6 +223,27 @@ def test_gate_and_value_in_one_layer_separate_together():
     assert cx.decompose(torch.cat([read, written], 1)).n_blocks == 2
 
 
+def test_pairs_of_gpt2_separate_and_come_back_as_its_own_layers():
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"n_layer": 1, "n_head": 2, "n_embd": 16, "vocab_size": 40, "n_positions": 16}
+    net = transformers.GPT2LMHeadModel(transformers.GPT2Config(bos_token_id=1, eos_token_id=1, **sizes)).eval()
+    with torch.no_grad():
+        for layer in (net.transformer.h[0].mlp.c_fc, net.transformer.h[0].mlp.c_proj):
+            layer.weight.mul_(10)  # as if trained: beyond what initialisation draws
+    tokens = torch.randint(40, (16, 12))
+    small = upgrade(net, blocks=2, data=[{"input_ids": tokens}], epochs=2)
+    assert [change.name.rpartition(".")[2] for change in cx.summary(small).changes if change.blocks == 2] == [
+        "c_fc", "c_proj",
+    ]  # fmt: skip
+    scales = [null.scale for null in cx.record(small).options.nulls.values()]
+    assert scales == pytest.approx([0.02, 0.02 / 2**0.5])  # of the model's initialisation, not of nn.Linear's
+    again = cx.restore(small)
+    assert [type(m) for m in again.modules()] == [type(m) for m in net.modules()]
+    with torch.no_grad():
+        assert_close(small(tokens).logits, again(tokens).logits)
+
+
 def test_a_threshold_nobody_reaches_is_an_error():
     net = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
     with pytest.raises(cx.CrystalliteError, match="expected 2 blocks, but 0 are left"):

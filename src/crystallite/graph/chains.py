@@ -81,7 +81,9 @@ def find_chains(
     layers = {layer.name: layer for layer in spaces.layers if layer.name in usable}
     hidden = {axis for axis, group in neuron_groups(model, spaces).items() if not group.heads}  # attention is no chain
     joined: list[list[str]] = []
-    ends = {name: {_repeated(axis)[0] for axis in (layer.rows, layer.columns)} & hidden for name, layer in layers.items()}
+    ends = {
+        name: {_repeated(axis)[0] for axis in (layer.rows, layer.columns)} & hidden for name, layer in layers.items()
+    }
     for name in layers:
         met = [chain for chain in joined if any(ends[n] & ends[name] for n in chain)]
         joined = [chain for chain in joined if chain not in met] + [[*(n for chain in met for n in chain), name]]

@@ -25,6 +25,7 @@ from crystallite.discovery.modules import Modules
 from crystallite.graph.chains import Chain, find_chains
 from crystallite.graph.neuron_groups import neuron_groups
 from crystallite.graph.trace import trace
+from crystallite.models.conv1d import turn_back_, turn_conv1d_
 from crystallite.models.manifest import source_sha256
 from crystallite.models.preparing import prepared
 from crystallite.models.record import StorableNull, UpgradedOptions, record, set_record_
@@ -148,12 +149,13 @@ def upgrade(
         torch.manual_seed(seed)
         batch = next(batches(data))
         example = batch.arguments
-        dense, student = copy.deepcopy(model).eval(), copy.deepcopy(model).eval()
+        dense, turned = turn_conv1d_(copy.deepcopy(model).eval())
+        student = copy.deepcopy(dense)
         found_or_given = modules is not None or isinstance(partition, Partition)
         if isinstance(partition, str):
             asked = None if targets is None else _patterns(targets)
             with phase("tracing", progress):
-                chains = find_chains(model, asked, _patterns(ignore), example)
+                chains = find_chains(dense, asked, _patterns(ignore), example)
             if modules is not None:
                 partition = module_partition(modules, dense, chains, batch)
             else:
@@ -161,7 +163,7 @@ def upgrade(
         elif blocks is not None and partition.blocks != blocks:
             raise InvalidOption(f"blocks: expected {partition.blocks}, as the partition has, got {blocks}")
         blocks = partition.blocks
-        initial = _initial(student)
+        initial = _initial(model)
         chosen = {parameter(name): _chosen(null, parameter(name), initial) for name in partition.layers}
         thresholds = {name: chosen[parameter(name)].threshold(level) for name in partition.layers}
         groups = neuron_groups(student, trace(student, example)).values()
@@ -206,6 +208,7 @@ def upgrade(
     clear_idle_(student, partition.modules)
     strays = sum(_drop_strays_(student, *each) for each in zip(partition.chains, partition.labels, strict=True))
     _prove(student, partition, chosen, level)
+    student = turn_back_(student, turned)
     student.train(model.training)
     student, _ = prepared(student)  # without states that modules have kept with their graph
     small = in_blocks(student, partition.modules, example)
