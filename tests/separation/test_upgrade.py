@@ -244,6 +244,30 @@ def test_pairs_of_gpt2_separate_and_come_back_as_its_own_layers():
         assert_close(small(tokens).logits, again(tokens).logits)
 
 
+class Dropping(nn.Module):
+    """A pair that is left out at random while the model trains, as with LayerDrop."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        if self.training and torch.rand([]) < 0.5:
+            return x
+        return x + self.down(torch.relu(self.up(x)))
+
+
+def test_a_model_that_drops_layers_while_it_trains_learns_from_its_own_outputs():
+    torch.manual_seed(0)
+    net, x = Dropping().train(), torch.randn(64, 8)
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.mul_(4)
+    assert cx.record(upgrade(net, blocks=2, data=[x], epochs=2)).options.chains == (("up", "down"),)
+    with pytest.raises(cx.CrystalliteError, match="in training mode"):  # where a loss is, it trains as it is
+        upgrade(net, blocks=2, data=[(x, x)], loss=F.mse_loss, epochs=2)
+
+
 def test_a_threshold_nobody_reaches_is_an_error():
     net = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
     with pytest.raises(cx.CrystalliteError, match="expected 2 blocks, but 0 are left"):

@@ -24,7 +24,7 @@ from crystallite.data.positions import count_positions
 from crystallite.discovery.modules import Modules
 from crystallite.graph.chains import Chain, find_chains
 from crystallite.graph.neuron_groups import neuron_groups
-from crystallite.graph.trace import trace
+from crystallite.graph.trace import Mode, trace
 from crystallite.models.conv1d import turn_back_, turn_conv1d_
 from crystallite.models.manifest import source_sha256
 from crystallite.models.preparing import prepared
@@ -151,11 +151,12 @@ def upgrade(
         example = batch.arguments
         dense, turned = turn_conv1d_(copy.deepcopy(model).eval())
         student = copy.deepcopy(dense)
+        modes: Sequence[Mode] = ("evaluation",) if loss is None else ("evaluation", "training")  # that it runs in
         found_or_given = modules is not None or isinstance(partition, Partition)
         if isinstance(partition, str):
             asked = None if targets is None else _patterns(targets)
             with phase("tracing", progress):
-                chains = find_chains(dense, asked, _patterns(ignore), example)
+                chains = find_chains(dense, asked, _patterns(ignore), example, modes)
             if modules is not None:
                 partition = module_partition(modules, dense, chains, batch)
             else:
@@ -166,7 +167,7 @@ def upgrade(
         initial = _initial(model)
         chosen = {parameter(name): _chosen(null, parameter(name), initial) for name in partition.layers}
         thresholds = {name: chosen[parameter(name)].threshold(level) for name in partition.layers}
-        groups = neuron_groups(student, trace(student, example)).values()
+        groups = neuron_groups(student, trace(student, example, modes)).values()
         balanced = balance_(student, groups, initial | chosen, lambda: batch.call(student))
         dense.load_state_dict(student.state_dict())  # the same function in the same units
         readouts = None if loss is None or block_loss == 0 else readouts_for(dense, partition, batch)
