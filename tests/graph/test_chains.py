@@ -85,6 +85,23 @@ def test_attention_is_separated_only_where_it_is_named():
     assert sorted(name for chain in named for name in chain.layers) == ["out", "qkv"]
 
 
+class Experts(nn.Module):
+    """All experts for every token, in stacks."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.randn(4, 16, 8)), nn.Parameter(torch.randn(4, 8, 16))
+
+    def forward(self, x):
+        return torch.einsum("eoh,bleh->blo", self.down, torch.relu(torch.einsum("ehi,bli->bleh", self.up, x)))
+
+
+def test_experts_in_stacks_are_spoken_of_where_there_is_no_pair():
+    model = nn.Sequential(Attention(True), Experts())
+    with pytest.raises(InvalidOption, match=r"experts in stacks are not separated, .* pass targets="):
+        find_chains(model, example=torch.zeros(2, 5, 8))
+
+
 def test_the_only_layer_need_not_be_named():
     (chain,) = find_chains(nn.Linear(4, 4), example=torch.zeros(2, 4))
     assert chain.layers == ("",)

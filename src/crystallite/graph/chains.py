@@ -12,6 +12,7 @@ from crystallite.core.errors import InvalidOption
 from crystallite.graph.neuron_groups import CONVOLUTIONS, neuron_groups
 from crystallite.graph.trace import Axis, Layer, Mode, trace
 from crystallite.models.layers import find_units
+from crystallite.operators.experts import holds_stacks
 
 __all__ = ["Chain", "find_chains"]
 
@@ -95,9 +96,10 @@ def find_chains(
         return tuple(found)
     if several := tuple(chain for chain in found if len(chain.layers) > 1):
         return several
+    experts = "experts in stacks are not separated, " if any(map(holds_stacks, model.modules())) else ""
     raise InvalidOption(
-        f"no two layers share hidden neurons, and layers that stand alone, as in attention, are cut only where they "
-        f"are named: pass targets=, such as {found[0].layers[0]!r}"
+        f"no two layers share hidden neurons, {experts}and layers that stand alone, as in attention, are cut only "
+        f"where they are named: pass targets=, such as {found[0].layers[0]!r}"
     )
 
 
