@@ -67,8 +67,9 @@ class Reach:
             mask = batch.named.get("attention_mask")
             if isinstance(mask, Tensor) and not judging:
                 real, positions = real + int(mask.bool().sum()), positions + mask.numel()
-        most = max(others, key=lambda name: counts[name], default="")  # as the batches grow, not once for each
-        scale = counts[most] / fitted[most] if counts.get(most) else 1.0
+        usual = [name for name in others if fitted[name] and counts[name]]
+        most = max(usual, key=lambda name: counts[name], default="")  # as the batches grow, not once for each
+        scale = counts[most] / fitted[most] if most else 1.0
         for name in experts:
             padded = positions / real if real and name not in loose else 1.0  # of which none was sent to experts
             counts[name] = padded * fitted[name] * scale or _NEVER

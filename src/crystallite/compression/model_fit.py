@@ -54,6 +54,8 @@ from crystallite.statistics.regression import Regression
 
 __all__ = ["ModelFit", "change_options_"]
 
+_NOT_RUN = "it does not run on the calibration data"
+_NOT_CALLED = "the model's code multiplies its weight itself, without calling it"
 _LESS = 0.995  # of the share allotted before, where the result was above the budget
 
 
@@ -89,7 +91,7 @@ class ModelFit:
         reach = Reach.of(dense, units, data, example)
         plan = ForwardPlan.of(dense, [name for name in units if not reasons[name]], reach.example, reach.loose)
         again = {name for name in plan.reused if units[name].kind == "recurrent"}
-        seldom = dict.fromkeys(plan.unused, "it does not run on the calibration data") | dict(reach.reasons)
+        seldom = {name: _NOT_CALLED if reach.counts[name] else _NOT_RUN for name in plan.unused} | dict(reach.reasons)
         seldom |= dict.fromkeys(again, "a recurrent network that runs several times in a call")
         units = {name: replace(unit, reason=reasons[name] or seldom.get(name, "")) for name, unit in units.items()}
         usable = {name: unit for name, unit in units.items() if not unit.reason}

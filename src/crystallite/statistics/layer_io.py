@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from crystallite.data.batch import Batch
+from crystallite.data.weight_products import multiplied_rows
 from crystallite.operators.conv import Convolution
 from crystallite.operators.experts import active_experts
 from crystallite.statistics.watching import LayerCall
@@ -86,13 +87,14 @@ def call_counts(model: nn.Module, names: Iterable[str], batch: Batch) -> dict[st
     """How often each layer is used, as the smallest whole numbers in the right proportion; 0: it does not run.
 
     A convolution is used at every place of what it writes, a transposed one at every place of what it reads, a
-    recurrent layer at every step.
+    recurrent layer at every step. Where the model's code multiplies a weight itself, that counts too.
 
     >>> net = nn.Sequential(nn.Conv1d(1, 2, 3), nn.Flatten(), nn.Linear(4, 1), nn.Linear(1, 1))
     >>> call_counts(net, ["0", "2", "3"], Batch(0, 5, (torch.zeros(5, 1, 4),)))
     {'0': 2, '2': 1, '3': 1}
     """
     found = row_counts(model, names, batch)
+    found |= multiplied_rows(model, [name for name, rows in found.items() if not rows], batch)
     common = math.gcd(*found.values()) or 1
     return {name: count // common for name, count in found.items()}
 
