@@ -36,6 +36,21 @@ def test_an_ignored_layer_ends_the_chain():
     assert list(chain.sizes.values()) == [12, 16, 20]
 
 
+def test_a_subclass_that_computes_the_same_is_a_layer_of_a_chain():
+    class Own(nn.Linear):
+        def forward(self, x):
+            return x @ self.weight.T + self.bias
+
+    class Clipped(nn.Linear):
+        def forward(self, x):
+            return super().forward(x).clamp(-1, 1)
+
+    (chain,) = find_chains(nn.Sequential(Own(12, 16), nn.ReLU(), nn.Linear(16, 8)))
+    assert chain.layers == ("0", "2")
+    (chain,) = find_chains(nn.Sequential(Clipped(12, 16), nn.ReLU(), nn.Linear(16, 8)), example=torch.zeros(2, 12))
+    assert chain.layers == ("2",)
+
+
 def test_a_pair_keeps_the_order_of_its_stream():
     (chain,) = find_chains(Residual(), example=torch.zeros(2, 8))
     assert chain.layers == ("up", "down")

@@ -71,7 +71,7 @@ def find_chains(
         for unit in find_units(model, targets or ("*",), ignore)
         if not (unit.reason or unit.shared)
     }
-    usable = {name for name, module in units.items() if type(module) is nn.Linear or _is_plain_convolution(module)}
+    usable = {name for name, module in units.items() if isinstance(module, nn.Linear) or _is_plain_convolution(module)}
     chains = {name: _recurrent_chain(name, module) for name, module in units.items() if isinstance(module, nn.RNNBase)}
     if not usable and not chains:
         raise InvalidOption(

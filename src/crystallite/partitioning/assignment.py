@@ -54,7 +54,7 @@ def assign_by_explained_variance(partition: Partition, model: nn.Module, batches
 def _is_linear(chain: Chain, model: nn.Module) -> bool:
     modules = [model.get_submodule(owner(name)[0]) for name in chain.layers]
     read_once = all(chain.tiling(name)[1] == 1 for name in chain.layers)
-    return read_once and all(type(module) is nn.Linear for module in modules)
+    return read_once and all(isinstance(module, nn.Linear) for module in modules)
 
 
 @torch.no_grad()
