@@ -60,8 +60,7 @@ class _Chooser:
     def __call__(self, name: str, regression: Regression, samples: int) -> FittedOperator:
         if name not in self.partition.layers:
             return fitted_operator(regression, OperatorSpec())
-        rows, columns = self.partition.sides(name)
-        cells = tuple((np.flatnonzero(rows == b), np.flatnonzero(columns == b)) for b in range(self.partition.blocks))
+        cells = tuple(self.partition.members(name))
         self.session.check_samples(name, max(len(c) for _, c in cells), samples)
         return fitted_operator(regression, OperatorSpec(0, cells))
 

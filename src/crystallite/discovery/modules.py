@@ -31,6 +31,7 @@ class Modules:
     stability: float  # mean agreement of the labels of inputs and outputs with those of bootstrap samples
     energy: np.ndarray  # (outputs, inputs) J²[o, i] = E[(∂z_o/∂x_i)²]·var(x_i)
     samples: int
+    shared: np.ndarray  # (k, features) bool: inputs of other modules that a module reads too, so that it needs a copy
 
     @property
     def inside_share(self) -> float:
@@ -46,6 +47,7 @@ class Modules:
         return {
             "k": self.k,
             "inputs": self.inputs.tolist(),
+            "shared": [np.flatnonzero(reads).tolist() for reads in self.shared],
             "outputs": self.outputs.tolist(),
             "hidden": {name: labels.tolist() for name, labels in self.hidden.items()},
             "spectrum": self.spectrum.tolist(),

@@ -108,8 +108,6 @@ def as_chain(operator: nn.Module) -> BlockChain:
     if isinstance(operator, BlockChain):
         return operator
     if isinstance(operator, BlockLinear):
-        if operator.columns is not None and len(operator.columns.unique()) < len(operator.columns):
-            return BlockChain.from_dense([operator.to_dense()], [])  # blocks that read the same inputs are one
         bias, outputs = None if operator.bias is None else operator.bias.detach(), None
         if operator.outputs is not None:
             rows = torch.argsort(operator.outputs, stable=True)  # dormant ones last
