@@ -10,13 +10,13 @@ from torch import nn
 from crystallite.core.suggest import suggest_keywords
 from crystallite.discovery.energy import jacobian_energy
 from crystallite.discovery.modules import Modules
+from crystallite.discovery.sharing import shared_inputs
 from crystallite.models.preparing import prepared
 from crystallite.partitioning.coclustering import agreement, assign, cocluster
 
 __all__ = ["discover", "strength"]
 
 _RESAMPLES = 10
-_TAKEN, _PART = 0.3, 0.3
 _NEGLIGIBLE = 0.03  # of an output's variance; what all dormant inputs together may explain
 
 
@@ -40,7 +40,8 @@ def discover(model: nn.Module, data: Any, samples: int = 1500) -> Modules:
         samples: how many of them are used at most.
 
     Returns:
-        The `Modules`, possibly one: for every input, hidden neuron and output, which module it belongs to.
+        The `Modules`, possibly one: for every input, hidden neuron and output, which module it belongs to, and which
+        inputs other modules read too.
 
     Raises:
         InvalidOption: fewer than two samples, or data or outputs that are not as above.
@@ -74,18 +75,6 @@ def discover(model: nn.Module, data: Any, samples: int = 1500) -> Modules:
         samples=energy.samples,
         shared=shared_inputs(energy.inputs, found.rows, found.cols),
     )
-
-
-def shared_inputs(energy: np.ndarray, outputs: np.ndarray, inputs: np.ndarray) -> np.ndarray:
-    """(k, inputs) bool: which inputs of other modules each module reads too."""
-    totals = energy.sum(1, keepdims=True)
-    shares = energy / np.where(totals > 0, totals, 1)
-    k = int(outputs.max(initial=-1)) + 1
-    live = inputs >= 0
-    by_module = np.stack([shares[outputs == b].mean(0) for b in range(k)]) if k else np.zeros((0, len(inputs)))
-    own = inputs == np.arange(k)[:, None]
-    mine = np.where(own, by_module, 0).sum(0)
-    return live & ~own & (by_module * np.count_nonzero(live) > _TAKEN) & (by_module > _PART * mine)
 
 
 def strength(energy: np.ndarray) -> np.ndarray:
