@@ -71,7 +71,8 @@ def in_blocks(
     for run in _whole_runs(result, layers):
         chain: Any = BlockChain.from_dense(run.layers, run.activations, apart.pop(run.names[0], None))
         for name, layer in zip(run.names, chain.layers, strict=True):
-            note(name, layer, OperatorRecord("chain", layer.n_blocks, subnetworks=chain.n_subnetworks, copies=layer.copies))
+            networks = chain.n_subnetworks
+            note(name, layer, OperatorRecord("chain", layer.n_blocks, subnetworks=networks, copies=layer.copies))
         prefix = f"{run.parent}." if run.parent else ""
         result = replace_(result, prefix + run.places[0], chain)
         for place in run.places[1:]:

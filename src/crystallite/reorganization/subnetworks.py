@@ -20,7 +20,7 @@ __all__ = ["Subnetworks", "as_chain", "subnetworks"]
 class Subnetworks(nn.Module):
     """Networks that share no neuron, side by side: y[…, outputs[i]] = parts[i](x[…, inputs[i]]).
 
-    Outputs of no part emit constants. `before` and `after` are what the model does to the whole input and to the whole
+    They may read the same inputs: each gets a copy. Outputs of no part emit constants. `before` and `after` are what the model does to the whole input and to the whole
     output: modules without weights.
     """
 
@@ -69,7 +69,7 @@ def subnetworks(model: nn.Module) -> Subnetworks:
         model: one block operator, or an `nn.Sequential` of one and modules without weights.
 
     Returns:
-        The networks, which share no neuron, as one module that runs them side by side.
+        The networks, which share no neuron but inputs, as one module that runs them side by side.
 
     Raises:
         InvalidOption: another kind of model, or one that does not separate end to end.
