@@ -67,7 +67,7 @@ def test_planted_shared_inputs_are_found(seed):
     assert np.array_equal(found.shared.any(0), truth < 0)
     assert not (found.shared & (found.inputs == np.arange(2)[:, None])).any()  # of another module, not of its own
     assert " shared" in repr(found)
-    assert sorted(sum(found.to_json()["shared"], [])) == np.flatnonzero(truth < 0).tolist()
+    assert sorted(i for own in found.to_json()["shared"] for i in own) == np.flatnonzero(truth < 0).tolist()
 
 
 @pytest.mark.parametrize("leak", [0.0, 0.02, 0.06])
@@ -261,3 +261,12 @@ def test_an_interrupted_run_of_other_copies_is_another_run(split, tmp_path):
     upgrade(model, modules=found, **options)
     with pytest.raises(cx.CrystalliteError, match="checkpoint"):
         upgrade(model, modules=replace(found, shared=np.zeros_like(found.shared)), **options)
+
+
+def test_layers_that_cannot_gather_copies_are_refused():
+    net = nn.Sequential(nn.Conv2d(4, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3))
+    chains = find_chains(net, example=torch.randn(2, 4, 8, 8))
+    labels = {group: np.arange(size) % 2 for group, size in chains[0].sizes.items()}
+    partition = Partition(2, chains, (labels,), ({"in": np.array([[False, True, False, False], [False] * 4])},))
+    with pytest.raises(cx.InvalidOption, match="0: expected a linear layer where blocks read copies"):
+        upgrade(net, partition=partition, data=[torch.randn(2, 4, 8, 8)])

@@ -6,7 +6,6 @@ import copy
 from functools import partial
 from typing import Any
 
-import numpy as np
 from torch import Tensor
 
 from crystallite.compression.operator_specs import FittedOperator, OperatorSpec

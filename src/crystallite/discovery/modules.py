@@ -19,8 +19,8 @@ class Modules:
     """Functional modules of a model: sets of outputs that listen to their own inputs. Label −1 is dormant.
 
     Modules are numbered by their first output. Dormant inputs, or neurons of a layer, together explain less than 3 % of
-    the variance of any output; a dormant output is constant on the data. An input has one module, where it matters most,
-    and may be shared with others that read it too.
+    the variance of any output; a dormant output is constant on the data. An input belongs to the module where it
+    matters most, and may be shared with others that read it too.
     """
 
     k: int  # 1: no split is proposed; 0: no output changes with any input

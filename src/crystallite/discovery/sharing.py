@@ -20,9 +20,9 @@ def shared_inputs(energy: np.ndarray, outputs: np.ndarray, inputs: np.ndarray) -
     What an input explains of a module is its share of the energy J² of each output, on average over the outputs.
     Initial weights that training has left let every input reach every output, so the question is what exceeds that. An
     input is shared with a foreign module if it explains at least 0.15 of what the module's own inputs do on average
-    (it matters there), 0.3 of what it explains of its own module (it matters not much less than at home), and five times
-    the part that inputs of this network usually have abroad (it is more than a leftover; the median, weighted by
-    energy). If all of them together explain less than 1 % of the module, it has none: not worth a copy.
+    (it matters there), 0.3 of what it explains of its own module (not much less than at home), and five times the part
+    that inputs of this network usually have in foreign modules (more than a leftover; the median, weighted by energy).
+    If all of them together explain less than 1 % of the module, it has none: not worth a copy.
 
     - `energy`: (outputs, inputs) J².
     - `outputs`, `inputs`: the module of each, −1 for dormant ones, which are never shared.

@@ -27,8 +27,8 @@ _LEAST = 1e-9  # of all that is shared, which an exchange must gain: rounding co
 class Partition:
     """A block for every neuron of some chains: labels[chain][group] is (neurons,) with values 0 … blocks − 1.
 
-    Inputs may be read by further blocks: copies[chain][group] is (blocks, neurons) bool, True where a block reads a copy
-    of an input beside its own.
+    Inputs may be read by further blocks: copies[chain][group] is (blocks, neurons) bool, True where a block reads a
+    copy of an input beside its own.
     """
 
     blocks: int

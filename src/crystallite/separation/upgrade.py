@@ -156,6 +156,7 @@ def upgrade(
         elif blocks is not None and partition.blocks != blocks:
             raise InvalidOption(f"blocks: expected {partition.blocks}, as the partition has, got {blocks}")
         blocks = partition.blocks
+        _check_copies(dense, partition)
         initial = _initial(student)
         chosen = {parameter(name): _chosen(null, parameter(name), initial) for name in partition.layers}
         thresholds = {name: chosen[parameter(name)].threshold(level) for name in partition.layers}
@@ -239,6 +240,16 @@ def _check(given: Sequence[Any], epochs: int, learning_rate: float, block_loss: 
         raise InvalidOption(f"block_loss must be a number of at least 0, got {block_loss!r}")
     if not 0 < level < 1:
         raise InvalidOption(f"level must be a number between 0 and 1, got {level!r}")
+
+
+def _check_copies(model: nn.Module, partition: Partition) -> None:
+    for name in partition.layers:
+        layer = model.get_submodule(owner(name)[0])
+        if type(layer) is not nn.Linear and partition.row_labels(name) is not None:
+            raise InvalidOption(
+                f"{name}: expected a linear layer where blocks read copies of inputs, got {type(layer).__name__}; "
+                "pass a Partition without copies for its chain"
+            )
 
 
 def _initial(model: nn.Module) -> dict[str, nulls.Null]:

@@ -151,7 +151,7 @@ def directed_from_words(words: np.ndarray) -> DirectedStructure:
 
 
 def expand_columns(weight: torch.Tensor, row_labels: np.ndarray) -> torch.Tensor:
-    """(rows, labels · columns): every column once for each label, holding only the entries of rows of that label.
+    """(rows, labels · columns) every column once for each label, with the entries of the rows of that label alone.
 
     Rows of different labels then share no column, so `decompose` finds the blocks that are independent given the
     inputs, of which they may read the same. Column c of the weight is column c + l · columns for label l.
