@@ -1,8 +1,9 @@
 """Are functional modules found where tasks were planted, and nowhere else?
 
     python -m benchmarks discovery
-    python -m benchmarks.discovery split    # are networks split along the modules found as good as dense ones?
-                                            # measures what results/discovery_split.json does not have yet
+    python -m benchmarks.discovery split [SEED …]   # are networks split along the modules found as good as dense ones?
+                                                    # seeds 0 to 2 unless others are given; measures what
+                                                    # results/discovery_split.json does not have yet
 
 Networks are trained on k tasks at once: k digits side by side, drawn independently, all pixels scrambled, a head for
 each. The controls have a single task. MNIST (mnist.npz with Xtr, ytr) is taken from CRYSTALLITE_MNIST or
@@ -307,11 +308,11 @@ def mnist() -> tuple[Tensor, Tensor] | None:
 def main() -> None:
     data = load_digits()
     images, digits = torch.tensor(data.data / 16).float(), torch.tensor(data.target)
-    if sys.argv[1:] == ["split"]:
-        rows, large = stored("discovery_split"), mnist()
+    if sys.argv[1:2] == ["split"]:
+        rows, large, seeds = stored("discovery_split"), mnist(), [*map(int, sys.argv[2:])] or range(3)
         known = {(row["data"], row["network"], row["seed"]) for row in rows}
-        found = [splits("digits", images, digits, range(3), 4, known)]
-        found += [splits("MNIST", *large, range(3), 3, known)] if large else []
+        found = [splits("digits", images, digits, seeds, 4, known)]
+        found += [splits("MNIST", *large, seeds, 3, known)] if large else []
         for result in chain(*found):
             rows.append(result)
             store("discovery_split", rows)
