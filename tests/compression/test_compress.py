@@ -202,6 +202,40 @@ def test_a_layer_that_runs_twice_is_fitted_on_all_that_it_reads():
     assert relative_error(small(x), model(x)) < 1e-3
 
 
+def test_a_layer_that_runs_once_for_a_batch_counts_so():
+    class WithTable(nn.Module):
+        """As relative positions in DeBERTa: a table is projected in every call, whatever the batch."""
+
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.register_buffer("table", torch.randn(40, 16))
+            self.read, self.positions = nn.Linear(16, 16), nn.Linear(16, 16)
+
+        def forward(self, x):
+            return self.read(x) @ self.positions(self.table).T
+
+    small = compress(WithTable(), list(samples(16).split(200)), budget=0.6)
+    changes = {change.name: change for change in cx.summary(small).changes}
+    assert changes["read"].macs_before == 5 * changes["positions"].macs_before
+
+
+def test_a_weight_that_the_models_code_multiplies_itself_is_left_alone_and_counted():
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.held, self.called = nn.Linear(16, 16), nn.Linear(16, 32)
+
+        def forward(self, x):
+            return self.called(nn.functional.linear(x, self.held.weight, self.held.bias).relu())
+
+    small = compress(Own(), samples(16), budget=0.7)
+    changes = {change.name: change for change in cx.summary(small).changes}
+    assert "multiplies its weight itself" in changes["held"].became
+    assert changes["held"].macs_after == 256
+    assert share(small) <= 0.7
+
+
 class Noisy(nn.Module):
     def __init__(self):
         super().__init__()

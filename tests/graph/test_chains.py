@@ -6,7 +6,7 @@ from torch import nn
 
 from crystallite.core.errors import InvalidOption
 from crystallite.graph.chains import find_chains
-from tests.helpers.block_models import Gated
+from tests.helpers.block_models import Fused, Gated
 
 
 def mlp():
@@ -36,6 +36,21 @@ def test_an_ignored_layer_ends_the_chain():
     assert list(chain.sizes.values()) == [12, 16, 20]
 
 
+def test_a_subclass_that_computes_the_same_is_a_layer_of_a_chain():
+    class Own(nn.Linear):
+        def forward(self, x):
+            return x @ self.weight.T + self.bias
+
+    class Clipped(nn.Linear):
+        def forward(self, x):
+            return super().forward(x).clamp(-1, 1)
+
+    (chain,) = find_chains(nn.Sequential(Own(12, 16), nn.ReLU(), nn.Linear(16, 8)))
+    assert chain.layers == ("0", "2")
+    (chain,) = find_chains(nn.Sequential(Clipped(12, 16), nn.ReLU(), nn.Linear(16, 8)), example=torch.zeros(2, 12))
+    assert chain.layers == ("2",)
+
+
 def test_a_pair_keeps_the_order_of_its_stream():
     (chain,) = find_chains(Residual(), example=torch.zeros(2, 8))
     assert chain.layers == ("up", "down")
@@ -46,6 +61,14 @@ def test_a_gate_shares_the_hidden_neurons():
     (chain,) = find_chains(Gated())
     assert set(chain.layers) == {"one", "two", "three"}
     assert len(set(chain.sizes)) == 3
+
+
+def test_gate_and_value_in_one_layer_are_one_hidden_neuron():
+    (chain,) = find_chains(Fused())
+    assert chain.layers == ("both", "down")
+    assert chain.sizes == {"in": 16, "hidden 1": 32, "out": 16}
+    assert chain.tiling("both") == (2, 1)
+    assert chain.tiling("down") == (1, 1)
 
 
 def test_named_layers_separate_alone():
@@ -75,6 +98,23 @@ def test_attention_is_separated_only_where_it_is_named():
         find_chains(Attention(True), example=x)
     named = find_chains(Attention(True), targets=["qkv", "out"], example=x)
     assert sorted(name for chain in named for name in chain.layers) == ["out", "qkv"]
+
+
+class Experts(nn.Module):
+    """All experts for every token, in stacks."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.randn(4, 16, 8)), nn.Parameter(torch.randn(4, 8, 16))
+
+    def forward(self, x):
+        return torch.einsum("eoh,bleh->blo", self.down, torch.relu(torch.einsum("ehi,bli->bleh", self.up, x)))
+
+
+def test_experts_in_stacks_are_spoken_of_where_there_is_no_pair():
+    model = nn.Sequential(Attention(True), Experts())
+    with pytest.raises(InvalidOption, match=r"experts in stacks are not separated, .* pass targets="):
+        find_chains(model, example=torch.zeros(2, 5, 8))
 
 
 def test_the_only_layer_need_not_be_named():

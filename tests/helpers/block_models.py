@@ -65,6 +65,18 @@ class Gated(nn.Module):
         return self.two(nn.functional.silu(self.three(x)) * self.one(x))
 
 
+class Fused(nn.Module):
+    """A SwiGLU pair whose gate and value are one layer, as in Phi-3 and ModernBERT."""
+
+    def __init__(self, width=16, hidden=32):
+        super().__init__()
+        self.both, self.down = nn.Linear(width, 2 * hidden), nn.Linear(hidden, width)
+
+    def forward(self, x):
+        gate, value = self.both(x).chunk(2, -1)
+        return self.down(nn.functional.silu(gate) * value)
+
+
 @torch.no_grad()
 def annealed(model, names=None, **options):
     """A copy whose weights are masked by `cx.anneal`, the layers of these names or all of them."""

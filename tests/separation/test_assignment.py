@@ -12,6 +12,7 @@ import crystallite as cx
 from crystallite.data.batch import Batch
 from crystallite.partitioning.assignment import assign_by_explained_variance, balanced_assignment
 from crystallite.separation import Partition, find_chains, random_partition, upgrade
+from tests.helpers.block_models import Fused
 
 
 def planted(seed):
@@ -56,6 +57,18 @@ def test_both_writers_of_a_gated_pair_are_asked():
     labels = {**random_partition(chains, 2).labels[0], chains[0].reads["up"]: reads.numpy()}
     found = assign_by_explained_variance(Partition(2, chains, (labels,)), net, [Batch(0, 300, (torch.randn(300, 4),))])
     assert np.array_equal(found.labels[0][hidden], owns.numpy())
+
+
+def test_gate_and_value_in_one_layer_are_asked_together():
+    torch.manual_seed(0)
+    net, reads, owns = Fused(4, 8).eval(), torch.tensor([0, 1, 0, 1]), torch.arange(8) // 4
+    with torch.no_grad():
+        net.both.weight[8:] *= owns[:, None] == reads
+        net.both.weight[:8] *= 0.01  # the gate says little, and as little of every block
+    chains = find_chains(net)
+    labels = {**random_partition(chains, 2).labels[0], "in": reads.numpy()}
+    found = assign_by_explained_variance(Partition(2, chains, (labels,)), net, [Batch(0, 300, (torch.randn(300, 4),))])
+    assert np.array_equal(found.labels[0]["hidden 1"], owns.numpy())
 
 
 def test_what_is_added_to_hidden_neurons_later_follows_them():

@@ -16,6 +16,7 @@ from crystallite.separation import find_chains, random_partition, upgrade
 from crystallite.separation.training import ends_of
 from crystallite.structure.levels import chain_labels
 from tests.helpers import digits
+from tests.helpers.block_models import Fused
 from tests.helpers.tolerance import assert_close
 
 
@@ -207,6 +208,66 @@ def test_a_given_partition_is_kept(trained):
         upgrade(net, blocks=3, data=loader, partition=partition)
 
 
+def test_gate_and_value_in_one_layer_separate_together():
+    torch.manual_seed(0)
+    net, x = Fused(), torch.randn(256, 16)
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.mul_(3)
+    small = upgrade(net, blocks=2, data=[x], epochs=3)
+    with torch.no_grad():
+        assert_close(small(x), cx.restore(small)(x))
+    state = cx.restore(small).state_dict()
+    ends = state["both.weight"][:32], state["both.weight"][32:], state["down.weight"].T  # (hidden, stream) each
+    read, written = (ends[0] != 0) | (ends[1] != 0), ends[2] != 0
+    assert cx.decompose(torch.cat([read, written], 1)).n_blocks == 2
+
+
+def test_pairs_of_gpt2_separate_and_come_back_as_its_own_layers():
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"n_layer": 1, "n_head": 2, "n_embd": 16, "vocab_size": 40, "n_positions": 16}
+    net = transformers.GPT2LMHeadModel(transformers.GPT2Config(bos_token_id=1, eos_token_id=1, **sizes)).eval()
+    with torch.no_grad():
+        for layer in (net.transformer.h[0].mlp.c_fc, net.transformer.h[0].mlp.c_proj):
+            layer.weight.mul_(10)  # as if trained: beyond what initialisation draws
+    tokens = torch.randint(40, (16, 12))
+    small = upgrade(net, blocks=2, data=[{"input_ids": tokens}], epochs=2)
+    assert [change.name.rpartition(".")[2] for change in cx.summary(small).changes if change.blocks == 2] == [
+        "c_fc", "c_proj",
+    ]  # fmt: skip
+    scales = [null.scale for null in cx.record(small).options.nulls.values()]
+    assert scales == pytest.approx([0.02, 0.02 / 2**0.5])  # of the model's initialisation, not of nn.Linear's
+    again = cx.restore(small)
+    assert [type(m) for m in again.modules()] == [type(m) for m in net.modules()]
+    with torch.no_grad():
+        assert_close(small(tokens).logits, again(tokens).logits)
+
+
+class Dropping(nn.Module):
+    """A pair that is left out at random while the model trains, as with LayerDrop."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        if self.training and torch.rand([]) < 0.5:
+            return x
+        return x + self.down(torch.relu(self.up(x)))
+
+
+def test_a_model_that_drops_layers_while_it_trains_learns_from_its_own_outputs():
+    torch.manual_seed(0)
+    net, x = Dropping().train(), torch.randn(64, 8)
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.mul_(4)
+    assert cx.record(upgrade(net, blocks=2, data=[x], epochs=2)).options.chains == (("up", "down"),)
+    with pytest.raises(cx.CrystalliteError, match="in training mode"):  # where a loss is, it trains as it is
+        upgrade(net, blocks=2, data=[(x, x)], loss=F.mse_loss, epochs=2)
+
+
 def test_a_threshold_nobody_reaches_is_an_error():
     net = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
     with pytest.raises(cx.CrystalliteError, match="expected 2 blocks, but 0 are left"):
@@ -233,6 +294,12 @@ def test_bad_options_are_refused(options, message):
     net = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
     with pytest.raises(cx.InvalidOption, match=message):
         upgrade(net, **{"blocks": 2, "data": [torch.randn(32, 8)], "epochs": 1, **options})
+
+
+def test_half_precision_that_cannot_be_trained_is_refused():
+    net = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)).half()
+    with pytest.raises(cx.InvalidOption, match=r"0\.weight: expected weights in float32 or bfloat16, got float16"):
+        upgrade(net, blocks=2, data=[torch.randn(32, 8).half()], epochs=1)
 
 
 def test_batches_must_not_get_fewer():

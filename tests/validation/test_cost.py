@@ -7,6 +7,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import crystallite as cx
 from crystallite.data.batch import Batch
+from crystallite.models.experts import units_and_experts
+from crystallite.statistics.layer_io import call_counts, row_counts
 from crystallite.validation.cost import count_macs, measure_latency
 from tests.helpers.block_models import block_convolution, block_linear, block_recurrent
 
@@ -24,7 +26,58 @@ def test_dense_models_count_as_pytorch_counts(model, shape):
     x = torch.randn(shape)
     with FlopCounterMode(display=False) as counter:
         model(x)
-    assert 2 * count_macs(model, Batch(0, len(x), (x,))) == counter.get_total_flops()
+    batch = Batch(0, len(x), (x,))
+    assert 2 * count_macs(model, batch) == counter.get_total_flops()
+    units = units_and_experts(model, ["*"], [])
+    rows = row_counts(model, [unit.name for unit in units], batch)
+    assert 2 * sum(unit.macs * rows[unit.name] for unit in units) == counter.get_total_flops()
+
+
+class HeadGates(nn.Module):
+    """A matrix for each head, as the gates of RecurrentGemma: every token meets all of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.input_weight, self.state_weight = (nn.Parameter(torch.randn(4, 3, 3)) for _ in range(2))
+        self.input_bias, self.state_bias = (nn.Parameter(torch.randn(4, 3)) for _ in range(2))
+
+    def forward(self, x, positions):
+        heads = x.reshape(-1, 4, 3).transpose(0, 1)
+        read = torch.baddbmm(self.input_bias[:, None], heads, self.input_weight)
+        kept = torch.baddbmm(self.state_bias[:, None], heads, self.state_weight)
+        return (read * kept).transpose(0, 1).reshape(x.shape) * (positions[..., None] > 0)
+
+
+def test_stacks_that_are_no_experts_count_for_every_token():
+    batch = Batch(0, 2, (torch.randn(2, 20, 12), torch.arange(20).expand(2, -1)))
+    model = HeadGates()
+    with FlopCounterMode(display=False) as counter:
+        batch.run(model)
+    assert 2 * count_macs(model, batch) == counter.get_total_flops()
+    (unit,) = units_and_experts(model, ["*"], [])
+    assert 2 * unit.macs * row_counts(model, [""], batch)[""] == counter.get_total_flops()
+
+
+class OwnProducts(nn.Module):
+    """Weights of layers that are handed to a function, as the projections of WavLM are; one layer is never used."""
+
+    def __init__(self):
+        super().__init__()
+        self.query, self.key, self.value, self.out, self.unused = (nn.Linear(8, 8) for _ in range(5))
+
+    def forward(self, x):
+        return nn.functional.multi_head_attention_forward(
+            x, x, x, 8, 2, torch.empty([0]), torch.cat([self.query.bias, self.key.bias, self.value.bias]), None, None,
+            False, 0.0, self.out.weight, self.out.bias, False, None, use_separate_proj_weight=True,
+            q_proj_weight=self.query.weight, k_proj_weight=self.key.weight, v_proj_weight=self.value.weight,
+        )[0]  # fmt: skip
+
+
+def test_weights_that_the_models_code_multiplies_itself_count():
+    model, batch = nn.Sequential(nn.Linear(8, 8), OwnProducts()), Batch(0, 3, (torch.randn(3, 5, 8),))
+    assert count_macs(model, batch) == 5 * 15 * 64
+    names = [unit.name for unit in units_and_experts(model, ["*"], [])]
+    assert list(call_counts(model, names, batch).values()) == [1, 1, 1, 1, 1, 0]
 
 
 def test_recurrent_networks_count_every_step_and_gate():

@@ -63,8 +63,10 @@ def _marks(cells: dict, notes: dict[str, int]) -> list[str]:
 
 def _reason(text: str) -> str:
     """What is the same in refusals of different models: without names of layers, classes and numbers."""
-    text = re.sub(r"^[\w.…/ →-]+: ", "", text)
-    text = re.sub(r", got .*|\(.*|; .*|: .*", "", text)
+    text = re.sub(r"^no layer that can be fitted matches .*?\]: ", "", text)  # the first layer's reason follows
+    text = re.sub(r"^[\w.…/-]+( → [\w.…/-]+)*: ", "", text)
+    text = re.sub(r"of shape \(.*?\)", "of this shape", text)
+    text = re.sub(r", got .*| \(.*|; .*|: .*", "", text)
     return re.sub(r"\b[A-Z]\w*(For|LM|Model)\w*", "the model", text)
 
 

@@ -146,8 +146,7 @@ def _reported_share(small: nn.Module) -> float:
 
 def _cost_and_error(case: Case, small: nn.Module) -> dict[str, Any]:
     """Counted shares of the whole model's multiply-adds, and the error on samples that nothing was fitted on."""
-    batch = case.fresh.first(8)
-    before, after = count(case.model, batch), count(small, batch)
+    before, after = count(case.model, case.fresh), count(small, case.fresh)
     expected, found = (torch.cat([answers(m, b) for b in case.judging]) for m in (case.model, small))
     if found.shape != expected.shape or not found.isfinite().all():
         raise Wrong(f"outputs of shape {list(found.shape)} or not finite, expected {list(expected.shape)}")

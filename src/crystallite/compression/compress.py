@@ -55,10 +55,10 @@ def compress(
     Args:
         model: the model; it is not changed.
         budget: the share of the whole model's multiply-adds with weights to keep, between 0 and 1, counted as often as
-            a weight is used: a convolution's at every place. Layers that are left alone count too. Each linear layer,
-            convolution or recurrent network becomes what does least damage: fewer hidden neurons or channels, fewer
-            numbers in attention heads, two layers of low rank, blocks, or it stays dense; all are ordinary small layers
-            wherever possible. How much of a layer can go is judged by held-out samples.
+            a weight is used in the first batch: a convolution's at every place. Layers that are left alone count too.
+            Each linear layer, convolution or recurrent network becomes what does least damage: fewer hidden neurons or
+            channels, fewer numbers in attention heads, two layers of low rank, blocks, or it stays dense; all are
+            ordinary small layers wherever possible. How much of a layer can go is judged by held-out samples.
         blocks: instead of a budget, every linear layer as this many independent blocks.
         joint: with `blocks`, one partition through consecutive layers, so that they split into subnetworks.
         tolerance: instead of a budget, the cheapest one whose risk is at most this on data like the calibration data;

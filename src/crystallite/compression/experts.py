@@ -35,23 +35,25 @@ class Reach:
 
     example: Batch  # on which as many of them run as on any other batch
     loose: frozenset[str] = frozenset()  # those of modules in lists: who reaches them is the model's own code's to say
-    counts: Mapping[str, float] = field(default_factory=dict)  # by layer, in proportion to those of other layers
+    counts: Mapping[str, float] = field(default_factory=dict)  # how often each layer is used, in proportion
     reasons: Mapping[str, str] = field(default_factory=dict)  # why a layer is not fitted
 
     @classmethod
     def of(cls, model: nn.Module, units: Mapping[str, Unit], data: Calibration, example: Batch) -> Reach:
-        """What the model's own experts, stacked or in lists, see of the data; units: its layers that may be fitted.
+        """What the model's own experts, stacked or in lists, see of the data; units: all of its layers.
 
-        Cost: a run of the model over the data where there are experts.
+        Other layers are counted on the first batch: some may run once for all of it. Cost: a run of the model over the
+        data where there are experts.
         """
         stacked = {name: _expert_of(name, model) for name in units}
         experts = {name: expert for name, expert in stacked.items() if expert}
         linear = [name for name, unit in units.items() if unit.kind == "linear" and name not in experts]
         loose = _routed_in_lists(model, linear, data)
         experts |= loose
-        if not experts:
-            return cls(example)
         others = [name for name in units if name not in experts]
+        counts: dict[str, float] = {**call_counts(model, others, data.fitted[0])}
+        if not experts:
+            return cls(example, counts=counts)
         fitted, held_out, ran = dict.fromkeys(units, 0), dict.fromkeys(experts, 0), dict[int, int]()
         real = positions = 0
         for number, batch in enumerate(data.all):
@@ -65,13 +67,12 @@ class Reach:
             mask = batch.named.get("attention_mask")
             if isinstance(mask, Tensor) and not judging:
                 real, positions = real + int(mask.bool().sum()), positions + mask.numel()
-        usual = call_counts(model, others, example) if others else {}
-        measure = next((name for name in others if usual[name] and fitted[name]), None)
-        counts = dict[str, float]()
+        usual = [name for name in others if fitted[name] and counts[name]]
+        most = max(usual, key=lambda name: counts[name], default="")  # as the batches grow, not once for each
+        scale = counts[most] / fitted[most] if most else 1.0
         for name in experts:
             padded = positions / real if real and name not in loose else 1.0  # of which none was sent to experts
-            share = padded * fitted[name] * (usual[measure] / fitted[measure] if measure else 1.0)
-            counts[name] = share or _NEVER
+            counts[name] = padded * fitted[name] * scale or _NEVER
         reasons = _too_few(units, experts, fitted, held_out)
         best = max(range(len(data.fitted)), key=lambda number: ran[number])
         return cls(data.fitted[best] if loose else example, frozenset(loose), counts, reasons)

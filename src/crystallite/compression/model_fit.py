@@ -47,13 +47,15 @@ from crystallite.models.record import (
 )
 from crystallite.reorganization.blocks import in_blocks
 from crystallite.statistics.checkpoints import Checkpoints
-from crystallite.statistics.layer_io import call_counts, set_layer_
+from crystallite.statistics.layer_io import set_layer_
 from crystallite.statistics.observer import ForwardPlan
 from crystallite.statistics.output_error import mean_output_error
 from crystallite.statistics.regression import Regression
 
 __all__ = ["ModelFit", "change_options_"]
 
+_NOT_RUN = "it does not run on the calibration data"
+_NOT_CALLED = "the model's code multiplies its weight itself, without calling it"
 _LESS = 0.995  # of the share allotted before, where the result was above the budget
 
 
@@ -86,16 +88,16 @@ class ModelFit:
             raise InvalidOption(f"no layer that can be fitted matches targets {targets} and ignore {ignore}{why}")
         check_repeatable(dense, data.fitted[0].first(8), "the model")
         example = data.fitted[0].first(2)
-        reach = Reach.of(dense, {name: unit for name, unit in units.items() if not reasons[name]}, data, example)
+        reach = Reach.of(dense, units, data, example)
         plan = ForwardPlan.of(dense, [name for name in units if not reasons[name]], reach.example, reach.loose)
         again = {name for name in plan.reused if units[name].kind == "recurrent"}
-        seldom = dict.fromkeys(plan.unused, "it does not run on the calibration data") | dict(reach.reasons)
+        seldom = {name: _NOT_CALLED if reach.counts[name] else _NOT_RUN for name in plan.unused} | dict(reach.reasons)
         seldom |= dict.fromkeys(again, "a recurrent network that runs several times in a call")
         units = {name: replace(unit, reason=reasons[name] or seldom.get(name, "")) for name, unit in units.items()}
         usable = {name: unit for name, unit in units.items() if not unit.reason}
         if not usable:
             raise InvalidOption(f"no layer can be fitted: {next(iter(seldom.values()))}")
-        counts: dict[str, float] = {**call_counts(dense, units.keys() - reach.counts.keys(), example), **reach.counts}
+        counts = dict(reach.counts)
         dense = expand_recurrent(
             dense, [name for name, unit in usable.items() if unit.kind == "recurrent"], ExpandedLayer
         )

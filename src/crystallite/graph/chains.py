@@ -12,6 +12,7 @@ from crystallite.core.errors import InvalidOption
 from crystallite.graph.neuron_groups import CONVOLUTIONS, neuron_groups
 from crystallite.graph.trace import Axis, Layer, Mode, trace
 from crystallite.models.layers import find_units
+from crystallite.operators.experts import holds_stacks
 
 __all__ = ["Chain", "find_chains"]
 
@@ -54,9 +55,10 @@ def find_chains(
     """The weights of a model that can be separated, those together that share hidden neurons.
 
     Hidden neurons join layers where only linear layers, convolutions and batch norms hold weights for them: an MLP is
-    one chain, and so are a stack of convolutions and each feed-forward pair of a transformer, plain or gated. A norm
-    over the neurons, as in a residual stream, mixes all of them, so it ends a chain. A recurrent network is a chain of
-    its own; a unit of a layer is in the same block in both directions. Grouped convolutions are left alone.
+    one chain, and so are a stack of convolutions and each feed-forward pair of a transformer, plain or gated, gate and
+    value in one layer or in two. A norm over the neurons, as in a residual stream, mixes all of them, so it ends a
+    chain. A recurrent network is a chain of its own; a unit of a layer is in the same block in both directions. Grouped
+    convolutions are left alone.
 
     - `targets`: patterns of layer names. None: all layers that are joined with another, or the only one there is.
     - `example`, `modes`: inputs of the model, and where the chains shall hold, as for `trace`.
@@ -69,7 +71,7 @@ def find_chains(
         for unit in find_units(model, targets or ("*",), ignore)
         if not (unit.reason or unit.shared)
     }
-    usable = {name for name, module in units.items() if type(module) is nn.Linear or _is_plain_convolution(module)}
+    usable = {name for name, module in units.items() if isinstance(module, nn.Linear) or _is_plain_convolution(module)}
     chains = {name: _recurrent_chain(name, module) for name, module in units.items() if isinstance(module, nn.RNNBase)}
     if not usable and not chains:
         raise InvalidOption(
@@ -80,9 +82,11 @@ def find_chains(
     layers = {layer.name: layer for layer in spaces.layers if layer.name in usable}
     hidden = {axis for axis, group in neuron_groups(model, spaces).items() if not group.heads}  # attention is no chain
     joined: list[list[str]] = []
-    for name, layer in layers.items():
-        ends = {layer.rows, layer.columns} & hidden
-        met = [chain for chain in joined if any({layers[n].rows, layers[n].columns} & ends for n in chain)]
+    ends = {
+        name: {_repeated(axis)[0] for axis in (layer.rows, layer.columns)} & hidden for name, layer in layers.items()
+    }
+    for name in layers:
+        met = [chain for chain in joined if any(ends[n] & ends[name] for n in chain)]
         joined = [chain for chain in joined if chain not in met] + [[*(n for chain in met for n in chain), name]]
     for names in joined:
         chain = _chain([layer for name, layer in layers.items() if name in names], hidden, model)
@@ -92,9 +96,10 @@ def find_chains(
         return tuple(found)
     if several := tuple(chain for chain in found if len(chain.layers) > 1):
         return several
+    experts = "experts in stacks are not separated, " if any(map(holds_stacks, model.modules())) else ""
     raise InvalidOption(
-        f"no two layers share hidden neurons, and layers that stand alone, as in attention, are cut only where they "
-        f"are named: pass targets=, such as {found[0].layers[0]!r}"
+        f"no two layers share hidden neurons, {experts}and layers that stand alone, as in attention, are cut only "
+        f"where they are named: pass targets=, such as {found[0].layers[0]!r}"
     )
 
 
@@ -121,16 +126,28 @@ def _recurrent_chain(name: str, module: nn.RNNBase) -> Chain:
 def _chain(layers: Sequence[Layer], hidden: set[Axis], model: nn.Module) -> Chain:
     writes, reads = dict[str, str](), dict[str, str]()
     sizes, groups = dict[str, int](), dict[tuple[str, Axis], str]()
+    tiles = dict[str, tuple[int, int]]()
     for layer in layers:
         weight = model.get_submodule(layer.name).get_parameter("weight")
-        for axis, side, found, size in (
+        for whole, side, found, size in (
             (layer.columns, "in", reads, weight.shape[1]),
             (layer.rows, "out", writes, weight.shape[0]),
         ):
-            kind = "hidden" if axis in hidden else side  # what enters and what leaves separate apart
+            axis, times = _repeated(whole)
+            kind = "hidden"
+            if axis not in hidden:
+                axis, times, kind = whole, 1, side  # what enters and what leaves separate apart
             if (kind, axis) not in groups:
                 count = sum(other == kind for other, _ in groups) + 1
                 groups[kind, axis] = kind if kind != "hidden" and count == 1 else f"{kind} {count}"
             found[layer.name] = groups[kind, axis]
-            sizes[groups[kind, axis]] = size
-    return Chain(tuple(layer.name for layer in layers), writes, reads, sizes)
+            sizes[groups[kind, axis]] = size // times
+            if times > 1:
+                rows, columns = tiles.get(layer.name, (1, 1))
+                tiles[layer.name] = (times, columns) if side == "out" else (rows, times)
+    return Chain(tuple(layer.name for layer in layers), writes, reads, sizes, tiles)
+
+
+def _repeated(axis: Axis) -> tuple[Axis, int]:
+    """The axis that stands so often along another: twice where one layer writes gate and value of each neuron."""
+    return (axis[:1], len(axis)) if len({*axis}) == 1 else (axis, 1)

@@ -64,7 +64,8 @@ class Unit:
     def weights(self) -> list[Tensor]:
         """Its matrices and kernels."""
         inside = isinstance(self.module, nn.MultiheadAttention)  # its output projection is a module
-        own: list[Tensor] = [p for p in self.module.parameters(recurse=inside) if p.ndim > 1]
+        flat = 2 if holds_stacks(self.module) else 1  # a stack of biases has two axes
+        own: list[Tensor] = [p for p in self.module.parameters(recurse=inside) if p.ndim > flat]
         computed = getattr(self.module, "weight", None) if isinstance(self.module, tuple(_KINDS)) else None
         return own or ([computed] if isinstance(computed, Tensor) else [])  # computed: by a parametrization
 

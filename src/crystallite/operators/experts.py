@@ -299,16 +299,23 @@ def holds_stacks(module: nn.Module) -> bool:
 def active_experts(module: nn.Module, inputs: Sequence[Any]) -> float | None:
     """Of a call of a module with stacks of weights, the share of them that each token meets; None for other modules.
 
+    Tokens stand in rows, and beside them the indices of their experts; without such indices, as in gates of several
+    heads, a token meets all.
+
     >>> stack = nn.Module()
-    >>> stack.w = nn.Parameter(torch.zeros(8, 3, 2))
+    >>> stack.w, stack.v = nn.Parameter(torch.zeros(8, 3, 2)), nn.Parameter(torch.zeros(8, 2, 3))
     >>> active_experts(stack, (torch.zeros(5, 2), torch.zeros(5, 2, dtype=torch.long)))
     0.25
+    >>> active_experts(stack, (torch.zeros(1, 5, 2), torch.arange(5)[None]))  # positions, not experts
+    1.0
     """
-    stacks = [p for p in module.parameters(recurse=False) if p.ndim == 3]
-    chosen = [v for v in inputs[1:] if isinstance(v, Tensor) and v.dtype == torch.long and v.ndim == 2]
-    if not stacks or not chosen:
+    if not holds_stacks(module):
         return None
-    return chosen[0].shape[1] / len(stacks[0])
+    tokens = [len(v) for v in inputs[:1] if isinstance(v, Tensor) and v.ndim == 2]
+    chosen = [v for v in inputs[1:] if isinstance(v, Tensor) and v.dtype == torch.long and v.ndim == 2]
+    chosen = [v for v in chosen if [len(v)] == tokens]
+    number = next(len(p) for p in module.parameters(recurse=False) if p.ndim == 3)
+    return chosen[0].shape[1] / number if chosen else 1.0
 
 
 def _copy(module: nn.Module, instead: dict[int, Any]) -> nn.Module:

@@ -13,6 +13,7 @@ from crystallite.data.batch import Batch
 from crystallite.data.positions import real_positions
 from crystallite.graph.chains import Chain
 from crystallite.partitioning.partition import Partition
+from crystallite.partitioning.weights import owner
 from crystallite.statistics.moments import Moments
 from crystallite.statistics.watching import watching
 
@@ -51,7 +52,9 @@ def assign_by_explained_variance(partition: Partition, model: nn.Module, batches
 
 
 def _is_linear(chain: Chain, model: nn.Module) -> bool:
-    return not chain.tiles and all(type(model.get_submodule(name)) is nn.Linear for name in chain.layers)
+    modules = [model.get_submodule(owner(name)[0]) for name in chain.layers]
+    read_once = all(chain.tiling(name)[1] == 1 for name in chain.layers)
+    return read_once and all(isinstance(module, nn.Linear) for module in modules)
 
 
 @torch.no_grad()
@@ -77,8 +80,10 @@ def _assigned(
         for name in chain.layers:
             if chain.writes[name] == group and chain.reads[name] in found:  # what is added later has followed the rest
                 own, cross, variance = seen[name].covariances
-                value = explained_variance(own, cross, found[chain.reads[name]], blocks)
-                explained.append(value if worth is None else value * (worth / variance.clamp_min(_TINY))[:, None])
+                value, times = explained_variance(own, cross, found[chain.reads[name]], blocks), chain.tiling(name)[0]
+                if worth is not None:
+                    value = value * (worth.repeat(times) / variance.clamp_min(_TINY))[:, None]
+                explained.append(value.view(times, -1, blocks).sum(0))
         found[group] = balanced_assignment(sum(explained[1:], explained[0]).cpu().numpy(), blocks)
     return found
 
@@ -114,13 +119,13 @@ def balanced_assignment(value: np.ndarray, blocks: int) -> np.ndarray:
     """
     elements = len(value)
     rooms = np.arange(elements) % blocks
-    owner = np.empty(elements, np.intp)
+    chosen = np.empty(elements, np.intp)
     if elements <= _LARGEST_EXACT:
         rows, places = linear_sum_assignment(-value[:, rooms])
-        owner[rows] = rooms[places]
-        return owner
+        chosen[rows] = rooms[places]
+        return chosen
     room, best = np.bincount(rooms, minlength=blocks), np.sort(value, 1)
     for element in np.argsort(best[:, -2] - best[:, -1], kind="stable"):
-        owner[element] = int(np.argmax(np.where(room > 0, value[element], -np.inf)))
-        room[owner[element]] -= 1
-    return owner
+        chosen[element] = int(np.argmax(np.where(room > 0, value[element], -np.inf)))
+        room[chosen[element]] -= 1
+    return chosen

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-import sys
 
 from torch import Tensor, nn
 
 from crystallite.core.errors import InvalidOption
 from crystallite.core.suggest import suggest_keywords
 from crystallite.models.composites import collapse_, expand_
+from crystallite.models.conv1d import conv1d_of
 from crystallite.models.layers import set_trained_, trained
 from crystallite.models.record import record
 from crystallite.models.swap import put_, replace_
@@ -109,7 +109,7 @@ def dense_form(model: nn.Module) -> nn.Module:
         else:
             dense = operator.to_dense()
             if isinstance(dense, nn.Linear) and kinds.get(name) == "Conv1D":
-                result = replace_(result, name, _conv1d(dense))
+                result = replace_(result, name, conv1d_of(dense))
             else:
                 result = replace_(result, name, dense)
     result = expand_(result)  # folds name the layers inside
@@ -134,14 +134,3 @@ def _put_back_(model: nn.Module, name: str, operator: BlockChain | BlockFeedForw
             module.training = operator.training
             set_trained_(module, *trained(operator))
         put_(model, f"{parent}.{later}" if parent else later, module)
-
-
-def _conv1d(dense: nn.Linear) -> nn.Module:
-    """GPT-2's linear layer, whose weight is stored (in, out)."""
-    library = sys.modules.get("transformers.pytorch_utils")  # a model that holds such layers has imported it
-    if library is None:
-        raise InvalidOption("this model had layers of transformers' Conv1D: import transformers to restore it")
-    layer: nn.Module = library.Conv1D(dense.out_features, dense.in_features)
-    layer.weight = nn.Parameter(dense.weight.detach().T.contiguous())
-    layer.bias = dense.bias
-    return layer

@@ -24,7 +24,8 @@ from crystallite.data.positions import count_positions
 from crystallite.discovery.modules import Modules
 from crystallite.graph.chains import Chain, find_chains
 from crystallite.graph.neuron_groups import neuron_groups
-from crystallite.graph.trace import trace
+from crystallite.graph.trace import Mode, trace
+from crystallite.models.conv1d import turn_back_, turn_conv1d_
 from crystallite.models.manifest import source_sha256
 from crystallite.models.preparing import prepared
 from crystallite.models.record import StorableNull, UpgradedOptions, record, set_record_
@@ -138,17 +139,24 @@ def upgrade(
     if seed < 0:
         raise InvalidOption(f"seed: expected a whole number from 0 on, got {seed}")
     model, notes = prepared(model, dense=True, finite=True)
+    if half := next((name for name, p in model.named_parameters() if p.dtype == torch.float16), None):
+        raise InvalidOption(
+            f"{half}: expected weights in float32 or bfloat16, got float16, in which steps of training get lost; pass "
+            "model.float() or model.bfloat16(), and convert the result"
+        )
     data = repeatable(data)
     with torch.random.fork_rng(devices=[]):  # whoever calls keeps their random numbers
         torch.manual_seed(seed)
         batch = next(batches(data))
         example = batch.arguments
-        dense, student = copy.deepcopy(model).eval(), copy.deepcopy(model).eval()
+        dense, turned = turn_conv1d_(copy.deepcopy(model).eval())
+        student = copy.deepcopy(dense)
+        modes: Sequence[Mode] = ("evaluation",) if loss is None else ("evaluation", "training")  # that it runs in
         found_or_given = modules is not None or isinstance(partition, Partition)
         if isinstance(partition, str):
             asked = None if targets is None else _patterns(targets)
             with phase("tracing", progress):
-                chains = find_chains(model, asked, _patterns(ignore), example)
+                chains = find_chains(dense, asked, _patterns(ignore), example, modes)
             if modules is not None:
                 partition = module_partition(modules, dense, chains, batch)
             else:
@@ -157,10 +165,10 @@ def upgrade(
             raise InvalidOption(f"blocks: expected {partition.blocks}, as the partition has, got {blocks}")
         blocks = partition.blocks
         _check_copies(dense, partition)
-        initial = _initial(student)
+        initial = _initial(model)
         chosen = {parameter(name): _chosen(null, parameter(name), initial) for name in partition.layers}
         thresholds = {name: chosen[parameter(name)].threshold(level) for name in partition.layers}
-        groups = neuron_groups(student, trace(student, example)).values()
+        groups = neuron_groups(student, trace(student, example, modes)).values()
         balanced = balance_(student, groups, initial | chosen, lambda: batch.call(student))
         dense.load_state_dict(student.state_dict())  # the same function in the same units
         readouts = None if loss is None or block_loss == 0 else readouts_for(dense, partition, batch)
@@ -202,6 +210,7 @@ def upgrade(
     clear_idle_(student, partition.modules)
     strays = _drop_strays_(student, partition)
     _prove(student, partition, chosen, level)
+    student = turn_back_(student, turned)
     student.train(model.training)
     student, _ = prepared(student)  # without states that modules have kept with their graph
     shared = {name: labels for name in partition.layers if (labels := partition.row_labels(name)) is not None}

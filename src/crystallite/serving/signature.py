@@ -51,7 +51,8 @@ class Signature:
             try:
                 y = network(torch.zeros(batch, *shape, dtype=dtype))
             except Exception as error:  # whatever the model's own code raises
-                raise InvalidOption(f"the model does not take samples of shape {shape}: {error}") from None
+                text = f"the model does not take samples of shape {shape} as its only input: {error}"
+                raise InvalidOption(text) from None
             if not isinstance(y, Tensor) or y.ndim < 1 or len(y) != batch or y.dtype not in DATATYPES:
                 raise InvalidOption(f"expected a model that returns one tensor with a row per sample, got {_what(y)}")
         return cls(tuple(shape), dtype, tuple(y.shape[1:]), y.dtype, vocabulary)

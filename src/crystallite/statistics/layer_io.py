@@ -13,12 +13,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from crystallite.data.batch import Batch
+from crystallite.data.weight_products import multiplied_rows
 from crystallite.operators.conv import Convolution
 from crystallite.operators.experts import active_experts
 from crystallite.statistics.watching import LayerCall
 
 __all__ = ["call_counts", "matrix_of", "read_rows", "row_counts", "set_layer_", "written_rows"]
 
+_TRANSPOSED = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
 Rows = Callable[[torch.Size], Tensor]  # which rows are looked at, by the shape of positions
 
 
@@ -84,13 +86,15 @@ def _batched(module: Convolution, value: Tensor) -> Tensor:
 def call_counts(model: nn.Module, names: Iterable[str], batch: Batch) -> dict[str, int]:
     """How often each layer is used, as the smallest whole numbers in the right proportion; 0: it does not run.
 
-    A convolution is used at every place of what it writes, a recurrent layer at every step.
+    A convolution is used at every place of what it writes, a transposed one at every place of what it reads, a
+    recurrent layer at every step. Where the model's code multiplies a weight itself, that counts too.
 
     >>> net = nn.Sequential(nn.Conv1d(1, 2, 3), nn.Flatten(), nn.Linear(4, 1), nn.Linear(1, 1))
     >>> call_counts(net, ["0", "2", "3"], Batch(0, 5, (torch.zeros(5, 1, 4),)))
     {'0': 2, '2': 1, '3': 1}
     """
     found = row_counts(model, names, batch)
+    found |= multiplied_rows(model, [name for name, rows in found.items() if not rows], batch)
     common = math.gcd(*found.values()) or 1
     return {name: count // common for name, count in found.items()}
 
@@ -121,6 +125,8 @@ def _positions(module: nn.Module, call: LayerCall) -> int:
     written = getattr(call.returned, "data", call.returned)  # of a packed sequence
     if not isinstance(written, Tensor):
         return 0
+    if isinstance(module, _TRANSPOSED):  # its kernel is used for every place that it reads
+        return int(call.inputs[0].numel()) // module.in_channels
     width = module.out_channels if isinstance(module, Convolution) else written.shape[-1]
     share = active_experts(module, call.inputs)
     return round(written.numel() // max(width, 1) * (1.0 if share is None else share))

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from crystallite.data.batch import Batch
+from crystallite.data.weight_products import multiplied_rows
 from crystallite.operators.experts import active_experts
 
 __all__ = ["Latency", "count_macs", "count_parameters", "measure_latency"]
@@ -45,12 +46,14 @@ def count_macs(model: nn.Module, batch: Batch) -> int:
     """Multiply-adds of inputs with weights for one batch, counted where they happen: with real shapes.
 
     Linear layers, convolutions, recurrent networks, attention's projections, and block operators by what their blocks
-    hold. Products of activations with each other (attention scores) are the same in both systems and not counted.
+    hold, and linear layers whose weights the model's code multiplies itself. Products of activations with each other
+    (attention scores) are the same in both systems and not counted.
 
     >>> count_macs(nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)), Batch(0, 5, (torch.zeros(5, 4),)))
     90
     """
     counted: list[int] = []
+    idle: dict[nn.Linear, str] = {}  # that were not called
     handles = []
     inside: list[str] = []  # names of modules that are counted as wholes
     for name, module in model.named_modules():
@@ -58,9 +61,13 @@ def count_macs(model: nn.Module, batch: Batch) -> int:
             continue
         if hasattr(module, "macs") or isinstance(module, (nn.RNNBase, nn.MultiheadAttention)):
             inside.append(name)
+        elif isinstance(module, nn.Linear):
+            idle[module] = name
 
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
             counted.append(_macs(module, inputs, output))
+            if isinstance(module, nn.Linear):
+                idle.pop(module, None)
 
         handles.append(module.register_forward_hook(hook))
     try:
@@ -68,7 +75,8 @@ def count_macs(model: nn.Module, batch: Batch) -> int:
     finally:
         for handle in handles:
             handle.remove()
-    return sum(counted)
+    rows = multiplied_rows(model, idle.values(), batch)
+    return sum(counted) + sum(rows[name] * module.weight.numel() for module, name in idle.items())
 
 
 def _macs(module: Any, inputs: tuple[Any, ...], output: Any) -> int:
@@ -89,7 +97,7 @@ def _macs(module: Any, inputs: tuple[Any, ...], output: Any) -> int:
     share = active_experts(module, inputs)
     if share is not None:
         stacks = sum(p.numel() for p in module.parameters(recurse=False) if p.ndim == 3)
-        return round(len(inputs[1]) * share * stacks)
+        return round(first.numel() // max(1, first.shape[-1]) * share * stacks)
     if isinstance(module, _TRANSPOSED):
         return first.numel() // module.in_channels * module.weight.numel()
     if isinstance(module, _CONVOLUTIONS) or (blocks is not None and hasattr(module, "out_channels")):
