@@ -1,8 +1,9 @@
 """Are functional modules found where tasks were planted, and nowhere else?
 
     python -m benchmarks discovery
-    python -m benchmarks.discovery split    # are networks split along the modules found as good as dense ones?
-                                            # measures what results/discovery_split.json does not have yet
+    python -m benchmarks.discovery split [SEED …]   # are networks split along the modules found as good as dense ones?
+                                                    # seeds 0 to 2 unless others are given; measures what
+                                                    # results/discovery_split.json does not have yet
 
 Networks are trained on k tasks at once: k digits side by side, drawn independently, all pixels scrambled, a head for
 each. The controls have a single task. MNIST (mnist.npz with Xtr, ytr) is taken from CRYSTALLITE_MNIST or
@@ -25,13 +26,13 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 
 from benchmarks.timing import MNIST, show, store, stored
-from crystallite import subnetworks
-from crystallite.discovery import discover
+from crystallite import subnetworks, summary
+from crystallite.discovery import Modules, discover
 from crystallite.partitioning.coclustering import agreement
 from crystallite.separation import upgrade
 
 Loss = Callable[[Tensor, Tensor], Tensor]
-_DENSE_RATES, _SPLIT_RATES = (1e-3, 3e-3, 1e-2), (5e-3, 2e-2)
+_DENSE_RATES, _SPLIT_RATES = (1e-3, 3e-3, 1e-2, 3e-2), (5e-3, 2e-2)
 
 
 @dataclass(frozen=True)
@@ -111,11 +112,31 @@ def row(name: str, model: nn.Module, source: Tasks, expected: int, outputs: np.n
         result["purity"] = round(agreement(found.inputs[of_one], source.truth[of_one]), 4)
         truth = np.arange(len(found.outputs)) * expected // len(found.outputs) if outputs is None else outputs
         result["outputs_right"] = round(agreement(found.outputs, truth), 3)
+        result |= sharing(found, source)
     shares = found.energy / found.energy.sum(1, keepdims=True)
     result["dormant"] = int((found.inputs < 0).sum())
     most = shares[:, found.inputs < 0].sum(1).max()  # for the output that they mean most to
     result["dormant_energy"] = float(f"{most:.1e}")
     print(f"  {name}: planted {expected}, found {found.k}", flush=True)
+    return result
+
+
+def sharing(found: Modules, source: Tasks) -> dict:
+    """Inputs that were called shared, against those of two tasks: precision, recall, and recall by energy.
+
+    The last is the share of what planted inputs explain of modules that are not theirs. A pixel of both tasks that one
+    of them hardly reads counts little there.
+    """
+    called, double = found.shared.any(0), (source.truth < 0) & (found.inputs >= 0)
+    right = called & double
+    result = {"shared": int(called.sum()), "planted_shared": int(double.sum())}
+    if called.any():
+        result["precision"] = round(float(right.sum() / called.sum()), 3)
+    if double.any():
+        shares = found.energy / found.energy.sum(1, keepdims=True)
+        foreign = np.where(found.outputs[:, None] == found.inputs, 0, shares).sum(0)
+        result["recall"] = round(float(right.sum() / double.sum()), 3)
+        result["recall_by_energy"] = round(float(foreign[right].sum() / foreign[double].sum()), 3)
     return result
 
 
@@ -220,14 +241,22 @@ def head_accuracies(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return (model(x).unflatten(1, (y.shape[1], -1)).argmax(2) == y).double().mean(0)
 
 
+def split(
+    model: nn.Module, found: Modules, source: Tasks, epochs: int, batches: int, seed: int
+) -> dict[float, nn.Module]:
+    """The model split along modules, by learning rate."""
+    options = {"modules": found, "data": Drawn(source, batches), "loss": heads, "epochs": epochs, "seed": seed}
+    return {rate: upgrade(model, learning_rate=rate, **options) for rate in _SPLIT_RATES}
+
+
 def splits(
     data: str, images: Tensor, digits: Tensor, seeds: Iterable[int], most: int, known: Container[tuple]
 ) -> Iterator[dict]:
     """Networks split along what `discover` finds, and dense ones after the same steps, each at its own best rate.
 
     Rates are chosen by images that neither train nor judge. After the tasks that share nothing come two whose images
-    overlap, so that pixels matter to both, or often agree. What is known already, by data, network and seed, is left
-    out.
+    overlap, so that pixels matter to both, or often agree. Where inputs are found that several modules read, the split
+    without copies of them is measured too. What is known already, by data, network and seed, is left out.
     """
     epochs, batches, size = 10, 60, images.shape[1]
     cases = [(f"{k} tasks", k, 0, 0.0) for k in range(2, most + 1)]
@@ -249,21 +278,22 @@ def splits(
                     replace(source, images=images[some], digits=digits[some]).draw(5000) for some in (choosing, judging)
                 )
                 dense = {rate: trained_on(model, source, epochs * batches, rate) for rate in _DENSE_RATES}
-                drawn = Drawn(source, batches)
-                split = {
-                    rate: upgrade(
-                        model, modules=found, data=drawn, loss=heads, epochs=epochs, learning_rate=rate, seed=seed
-                    )
-                    for rate in _SPLIT_RATES
-                }
-                scores = []
-                for kind, models in (("dense", dense), ("split", split)):
+                kinds = {"dense": dense, "split": split(model, found, source, epochs, batches, seed)}
+                if found.shared.any():
+                    apart = replace(found, shared=np.zeros_like(found.shared))
+                    kinds["no copies"] = split(model, apart, source, epochs, batches, seed)
+                scores, best = {}, {}
+                for kind, models in kinds.items():
                     by_rate = {rate: float(head_accuracies(m, *chosen_by).mean()) for rate, m in models.items()}
                     rate = max(by_rate, key=lambda rate: by_rate[rate])
-                    scores.append(head_accuracies(models[rate], *judged_by))
-                    result |= {kind: float(scores[-1].mean()), f"{kind}, rate": rate}
-                result["worst_head_difference"] = float((scores[1] - scores[0]).min())
-                result["parts"] = len(subnetworks(split[rate]).parts)
+                    best[kind], scores[kind] = models[rate], head_accuracies(models[rate], *judged_by)
+                    result |= {kind: float(scores[kind].mean()), f"{kind}, rate": rate}
+                result["worst_head_difference"] = float((scores["split"] - scores["dense"]).min())
+                result["parts"] = len(subnetworks(best["split"]).parts)
+                for kind in [*kinds][1:]:
+                    before, after = summary(best[kind]).macs
+                    result[f"{kind}, multiply-adds"] = round(after / before, 3)
+                result |= sharing(found, source)
             print(f"  {result}", flush=True)
             yield result
 
@@ -278,11 +308,11 @@ def mnist() -> tuple[Tensor, Tensor] | None:
 def main() -> None:
     data = load_digits()
     images, digits = torch.tensor(data.data / 16).float(), torch.tensor(data.target)
-    if sys.argv[1:] == ["split"]:
-        rows, large = stored("discovery_split"), mnist()
+    if sys.argv[1:2] == ["split"]:
+        rows, large, seeds = stored("discovery_split"), mnist(), [*map(int, sys.argv[2:])] or range(3)
         known = {(row["data"], row["network"], row["seed"]) for row in rows}
-        found = [splits("digits", images, digits, range(3), 4, known)]
-        found += [splits("MNIST", *large, range(1), 3, known)] if large else []
+        found = [splits("digits", images, digits, seeds, 4, known)]
+        found += [splits("MNIST", *large, seeds, 3, known)] if large else []
         for result in chain(*found):
             rows.append(result)
             store("discovery_split", rows)

@@ -6,6 +6,7 @@ import importlib.util
 import random
 import re
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -74,38 +75,59 @@ def by_length(words: list[str]) -> dict[int, Tensor]:
     return {length: torch.tensor(some) for length, some in sorted(found.items())}
 
 
-def g2p(seed: int, words: int = 4000, wordnet: str = WORDNET) -> Task:
-    """The GRUs of g2p-en. Quality: how many words are spoken exactly as the dense model speaks them.
-
-    Calibrated with other words, drawn by the seed, and what the dense model says of them; no dictionary is looked at.
-    """
+def speller() -> Speller:
+    """The network of g2p-en."""
     found = importlib.util.find_spec("g2p_en")
     if found is None or found.origin is None:
         raise SystemExit("g2p needs the weights of g2p-en: pip install --no-deps g2p-en")
     with np.load(Path(found.origin).parent / "checkpoint20.npz") as stored:
-        model = Speller(dict(stored)).eval()
-    known = lemmas(wordnet)
-    random.Random(0).shuffle(known)
-    judged, rest = known[:_DRAWN], known[_DRAWN:]
-    used = random.Random(seed).sample(rest, words)
-    test = list(by_length(judged).values())
+        return Speller(dict(stored)).eval()
+
+
+def agreement(model: Speller, words: list[str]) -> Callable[[nn.Module], float]:
+    """How many of these words, in %, another network speaks exactly as the model does."""
+    test = list(by_length(words).values())
     expected = [model.speak(letters) for letters in test]
 
-    def judge(some: nn.Module) -> dict[str, float]:
+    def judge(some: nn.Module) -> float:
         assert isinstance(some, Speller)
         same = torch.cat([(some.speak(x) == y).all(1) for x, y in zip(test, expected, strict=True)])
-        return {"quality": 100 * float(same.float().mean())}
+        return 100 * float(same.float().mean())
 
-    calibration = []
-    for letters in by_length(used).values():
+    return judge
+
+
+def spoken(model: Speller, words: list[str], seed: int) -> list[dict[str, Tensor]]:
+    """Batches of words and what the model says of them, in random order."""
+    found = []
+    for letters in by_length(words).values():
         said = model.speak(letters)
         length = (said != _END).sum(1).clamp_max(_MOST_PHONEMES)  # with the start
         for count in length.unique().tolist():  # of equal length, so that nothing is padded
             mine = length == count
             pairs = zip(letters[mine].split(32), said[mine, :count].split(32), strict=True)
-            calibration += [{"letters": a, "spoken": b} for a, b in pairs]
-    random.Random(seed).shuffle(calibration)
-    timed = [{"letters": x[:64], "spoken": y[:64, :-1]} for x, y in zip(test, expected, strict=True)][3:6]
+            found += [{"letters": a, "spoken": b} for a, b in pairs]
+    random.Random(seed).shuffle(found)
+    return found
+
+
+def g2p(seed: int, words: int = 4000, wordnet: str = WORDNET) -> Task:
+    """The GRUs of g2p-en. Quality: how many words are spoken exactly as the dense model speaks them.
+
+    Calibrated with other words, drawn by the seed, and what the dense model says of them; no dictionary is looked at.
+    """
+    model, known = speller(), lemmas(wordnet)
+    random.Random(0).shuffle(known)
+    judged, rest = known[:_DRAWN], known[_DRAWN:]
+    used = random.Random(seed).sample(rest, words)
+    same = agreement(model, judged)
+
+    def judge(some: nn.Module) -> dict[str, float]:
+        return {"quality": same(some)}
+
+    calibration = spoken(model, used, seed)
+    test = list(by_length(judged).values())
+    timed = [{"letters": x[:64], "spoken": model.speak(x[:64])[:, :-1]} for x in test[3:6]]
     return Task("GRUs, g2p-en", model, calibration, judge, timed, [], (), frozenset(used), frozenset(judged))
 
 

@@ -77,15 +77,19 @@ def test_every_head_of_the_split_network_is_as_good_as_dense(k):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("shared", "repeated"), [(16, 0.0), (0, 0.25), (0, 0.5)])
+@pytest.mark.parametrize(("shared", "repeated"), [(16, 0.0), (32, 0.0), (0, 0.25), (0, 0.5)])
 def test_tasks_may_overlap_or_agree(shared, repeated):
-    """A pixel of both tasks can be in one block only, and images that agree help only who sees both: within a point."""
+    """Pixels of both tasks are copied to both; images that agree help only who sees both: within a point."""
     torch.manual_seed(0)
     order, index = torch.randperm(128 - shared), torch.randperm(len(digits()[0]))
     data, test = (Pairs(2, order, part, shared, repeated) for part in (index[:1400], index[1400:]))
     net = train(mlp(128 - shared, 20, 96), data, 8)
     found = cx.discover(net, data.draw(1500)[0])
     assert found.outputs.tolist() == [0] * 10 + [1] * 10
+    both = (order >= 64 - shared) & (order < 64)
+    called = torch.from_numpy(found.shared.any(0))
+    assert called.any() == bool(shared)
+    assert (called & both).sum() >= 0.7 * called.sum()
     small = upgrade(net, modules=found, data=data, loss=heads, epochs=10)
     dense = train(net, data, 10)
     x, y = test.draw(4000)

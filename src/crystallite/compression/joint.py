@@ -6,7 +6,6 @@ import copy
 from functools import partial
 from typing import Any
 
-import numpy as np
 from torch import Tensor
 
 from crystallite.compression.operator_specs import FittedOperator, OperatorSpec
@@ -60,8 +59,7 @@ class _Chooser:
     def __call__(self, name: str, regression: Regression, samples: int) -> FittedOperator:
         if name not in self.partition.layers:
             return fitted_operator(regression, OperatorSpec())
-        rows, columns = self.partition.sides(name)
-        cells = tuple((np.flatnonzero(rows == b), np.flatnonzero(columns == b)) for b in range(self.partition.blocks))
+        cells = tuple(self.partition.members(name))
         self.session.check_samples(name, max(len(c) for _, c in cells), samples)
         return fitted_operator(regression, OperatorSpec(0, cells))
 

@@ -10,6 +10,7 @@ from torch import nn
 from crystallite.core.suggest import suggest_keywords
 from crystallite.discovery.energy import jacobian_energy
 from crystallite.discovery.modules import Modules
+from crystallite.discovery.sharing import shared_inputs
 from crystallite.models.preparing import prepared
 from crystallite.partitioning.coclustering import agreement, assign, cocluster
 
@@ -39,7 +40,8 @@ def discover(model: nn.Module, data: Any, samples: int = 1500) -> Modules:
         samples: how many of them are used at most.
 
     Returns:
-        The `Modules`, possibly one: for every input, hidden neuron and output, which module it belongs to.
+        The `Modules`, possibly one: for every input, hidden neuron and output, which module it belongs to, and which
+        inputs other modules read too.
 
     Raises:
         InvalidOption: fewer than two samples, or data or outputs that are not as above.
@@ -71,6 +73,7 @@ def discover(model: nn.Module, data: Any, samples: int = 1500) -> Modules:
         stability=float(np.mean(agreements)),
         energy=energy.inputs,
         samples=energy.samples,
+        shared=shared_inputs(energy.inputs, found.rows, found.cols),
     )
 
 

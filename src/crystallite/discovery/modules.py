@@ -19,7 +19,8 @@ class Modules:
     """Functional modules of a model: sets of outputs that listen to their own inputs. Label −1 is dormant.
 
     Modules are numbered by their first output. Dormant inputs, or neurons of a layer, together explain less than 3 % of
-    the variance of any output; a dormant output is constant on the data.
+    the variance of any output; a dormant output is constant on the data. An input belongs to the module where it
+    matters most, and may be shared with others that read it too.
     """
 
     k: int  # 1: no split is proposed; 0: no output changes with any input
@@ -31,6 +32,7 @@ class Modules:
     stability: float  # mean agreement of the labels of inputs and outputs with those of bootstrap samples
     energy: np.ndarray  # (outputs, inputs) J²[o, i] = E[(∂z_o/∂x_i)²]·var(x_i)
     samples: int
+    shared: np.ndarray  # (k, features) bool: inputs of other modules that a module reads too, so that it needs a copy
 
     @property
     def inside_share(self) -> float:
@@ -46,6 +48,7 @@ class Modules:
         return {
             "k": self.k,
             "inputs": self.inputs.tolist(),
+            "shared": [np.flatnonzero(reads).tolist() for reads in self.shared],
             "outputs": self.outputs.tolist(),
             "hidden": {name: labels.tolist() for name, labels in self.hidden.items()},
             "spectrum": self.spectrum.tolist(),
@@ -63,6 +66,8 @@ class Modules:
             counts = [int(np.count_nonzero(labels == label)) for labels in columns.values()]
             if label >= 0 or any(counts):
                 rows.append([str(label) if label >= 0 else "dormant", *map(str, counts)])
+            if label >= 0 and (copies := np.count_nonzero(self.shared[label])):
+                rows[-1][1] += f" + {copies} shared"
         return rows
 
     def _sentence(self) -> str:

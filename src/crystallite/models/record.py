@@ -73,11 +73,13 @@ class OperatorRecord:
     reason: str = ""  # why it was left alone, or is dense
     error: float | None = None  # share of the layer's variance that it gets wrong on samples it was not fitted to
     repairs: bool = False  # of what it adds to a stream and what the stream had lost before it, which it may not know
+    copies: int = 0  # inputs that blocks read beside the first one that does; their weights are in the cost
 
     def __str__(self) -> str:
         sizes = [(side, size) for side, size in (("outputs", self.outputs), ("inputs", self.inputs)) if size]
         texts = [f"{left} of {before} {side}" for side, (left, before) in sizes if left < before]
         texts += [self._operator()] if self.kind != "dense" or not texts else []
+        texts += [f"{self.copies} copied input{'s' * (self.copies > 1)}"] if self.copies else []
         share = " of its part and what the stream lost before it" * self.repairs
         texts += [] if self.error is None else [f"error {self.error:.2%}{share}"]
         return f"{self.part}: " * bool(self.part) + ", ".join(texts)
@@ -271,6 +273,8 @@ class UpgradedOptions:
     history: tuple[Epoch, ...]
     balanced: tuple[str, ...]  # layers whose inputs were brought into balanced units first
     strays: int  # weights of fragments beside the blocks that were set to zero at the end
+    copies: tuple[dict[str, tuple[tuple[int, ...], ...]], ...] = ()  # by chain and group of inputs: for each block, the
+    # inputs of other blocks that it reads too
 
     @property
     def layers(self) -> tuple[str, ...]:

@@ -56,6 +56,11 @@ class Blocks(nn.Module):
         return sum(w.shape[0] * w.shape[2] for w in self.weights)
 
     @property
+    def copies(self) -> int:
+        """Columns that read an input which an earlier column reads too."""
+        return 0 if self.columns is None else len(self.columns) - len(self.columns.unique())
+
+    @property
     def writes(self) -> int:
         """Rows of all blocks."""
         return sum(w.shape[0] * w.shape[1] for w in self.weights)

@@ -27,7 +27,7 @@ from crystallite.operators.runtime.engine import (
     run,
 )  # fmt: skip
 from crystallite.structure.bipartite import BipartiteStructure
-from crystallite.structure.decompose import decompose
+from crystallite.structure.decompose import decompose, expand_columns
 
 __all__ = ["ELEMENTWISE", "BlockChain"]
 
@@ -74,8 +74,14 @@ class BlockChain(nn.Module):
         self._plan = Plan()
 
     @classmethod
-    def from_dense(cls, layers: Sequence[nn.Linear], activations: Sequence[nn.Module]) -> BlockChain:
-        """Cut each layer along the components of its nonzero weights, and choose the orders of the hidden neurons."""
+    def from_dense(
+        cls, layers: Sequence[nn.Linear], activations: Sequence[nn.Module], row_labels: np.ndarray | None = None
+    ) -> BlockChain:
+        """Cut each layer along the components of its nonzero weights, and choose the orders of the hidden neurons.
+
+        row_labels: of the first layer. Rows of different labels are in different blocks, even if they read the same
+        inputs: each block gathers a copy of what it reads.
+        """
         for i, (before, after) in enumerate(pairwise(layers)):
             if before.out_features != after.in_features:
                 raise InvalidMatrix(f"layer {i + 1}: expected {before.out_features} inputs, got {after.in_features}")
@@ -87,8 +93,10 @@ class BlockChain(nn.Module):
             mixing = [m for m in activation.modules() if not isinstance(m, (*ELEMENTWISE, nn.Sequential))]
             if mixing:
                 raise InvalidOption(f"expected functions of single neurons between layers, got {mixing[0]}")
-        structures = [decompose(layer.weight.detach(), name=f"layer {i}") for i, layer in enumerate(layers)]
-        arranged = _arranged(structures)
+        weights = [layer.weight.detach() for layer in layers]
+        weights[0] = weights[0] if row_labels is None else expand_columns(weights[0], row_labels)
+        arranged = _arranged([decompose(weight, name=f"layer {i}") for i, weight in enumerate(weights)])
+        arranged[0] = [(rows, cols % layers[0].in_features) for rows, cols in arranged[0][0]], arranged[0][1]
         device = layers[0].weight.device
         made, place = [], np.arange(layers[0].in_features)  # line of each neuron in the state before the layer
         for layer, (blocks, dormant) in zip(layers, arranged, strict=True):
@@ -118,7 +126,7 @@ class BlockChain(nn.Module):
 
     @property
     def n_subnetworks(self) -> int:
-        """Parts that share no neuron from the first layer to the last."""
+        """Parts that share no neuron from the first layer to the last; they may read the same inputs."""
         return len(self._members())
 
     @property
@@ -198,6 +206,7 @@ class BlockChain(nn.Module):
             [np.full(size, -1) for size in (layer.in_features, layer.out_features)] for layer in self._layers()
         ]
         edges, used = [], 0
+        first, first_reads, _ = next(self._with_neurons())
         for i, (layer, reads, rows) in enumerate(self._with_neurons()):
             row_block, column_block = layer.blocks_of_lines()
             labels[i][0][reads.cpu().numpy()] = column_block + used
@@ -210,10 +219,14 @@ class BlockChain(nn.Module):
         graph = coo_array((np.ones(pairs.shape[1], bool), (pairs[0], pairs[1])), shape=(used, used))
         _, component = connected_components(graph, directed=False)
         names = np.append(component, -1)  # of block −1 too
-        neurons = [names[labels[0][0]]]
-        neurons += [np.maximum(names[after[0]], names[before[1]]) for before, after in pairwise(labels)]
+        neurons = [np.maximum(names[after[0]], names[before[1]]) for before, after in pairwise(labels)]
         neurons.append(names[labels[-1][1]])
-        found = [[np.flatnonzero(layer == c) for layer in neurons] for c in np.unique(neurons[-1]) if c >= 0]
+        reader = component[first.blocks_of_lines()[1]]  # of each column of the first layer: inputs may have several
+        inputs = first_reads.cpu().numpy()
+        found = [
+            [np.unique(inputs[reader == c]), *(np.flatnonzero(layer == c) for layer in neurons)]
+            for c in np.unique(neurons[-1]) if c >= 0
+        ]  # fmt: skip
         return sorted(found, key=lambda m: int(m[-1][0]))
 
     # how it is stored

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from torch import Tensor
 from crystallite.core.errors import InvalidOption
 from crystallite.graph.chains import Chain
 from crystallite.partitioning.weights import edges, owner
-from crystallite.structure.decompose import decompose
+from crystallite.structure.decompose import decompose, expand_columns
 
 __all__ = ["Partition", "decorrelated_partition", "joint_components", "random_partition"]
 
@@ -25,11 +25,16 @@ _LEAST = 1e-9  # of all that is shared, which an exchange must gain: rounding co
 
 @dataclass(frozen=True)
 class Partition:
-    """A block for every neuron of some chains: labels[chain][group] is (neurons,) with values 0 … blocks − 1."""
+    """A block for every neuron of some chains: labels[chain][group] is (neurons,) with values 0 … blocks − 1.
+
+    Inputs may be read by further blocks: copies[chain][group] is (blocks, neurons) bool, True where a block reads a
+    copy of an input beside its own.
+    """
 
     blocks: int
     chains: tuple[Chain, ...]
     labels: tuple[Mapping[str, np.ndarray], ...]
+    copies: tuple[Mapping[str, np.ndarray], ...] = ()
 
     def __post_init__(self) -> None:
         for chain, labels in zip(self.chains, self.labels, strict=True):
@@ -41,6 +46,14 @@ class Partition:
                         f"{chain.layers[0]}: expected {size} labels for {group} that use all of 0 … {self.blocks - 1}, "
                         f"got {got}"
                     )
+        for chain, copies in zip(self.chains, self.copies, strict=True) if self.copies else ():
+            for group, found in copies.items():
+                shape = self.blocks, chain.sizes.get(group, 0)
+                if group in chain.writes.values() or found.shape != shape or found.dtype != bool:
+                    raise InvalidOption(
+                        f"{chain.layers[0]}: expected {shape} booleans as copies of inputs that no layer of the chain "
+                        f"writes, got {found.dtype} of shape {found.shape} for {group}"
+                    )
 
     @property
     def layers(self) -> tuple[str, ...]:
@@ -51,18 +64,60 @@ class Partition:
         """The modules that the weights belong to."""
         return tuple(dict.fromkeys(owner(name)[0] for name in self.layers))
 
-    def sides(self, layer: str) -> tuple[np.ndarray, np.ndarray]:
-        """Labels of the rows and of the columns of a layer's weight."""
-        for chain, labels in zip(self.chains, self.labels, strict=True):
-            if layer in chain.layers:
-                rows, columns = chain.tiling(layer)
-                return np.tile(labels[chain.writes[layer]], rows), np.tile(labels[chain.reads[layer]], columns)
-        raise InvalidOption(f"{layer}: not in this partition; it has {', '.join(self.layers)}")
+    def members(self, layer: str) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Rows and columns of a layer's weight in each block: a row is in one, a column in those that read it."""
+        number, chain = self._chain_of(layer)
+        rows, columns = chain.tiling(layer)
+        written, read = (self._inside(number, group) for group in (chain.writes[layer], chain.reads[layer]))
+        return [(np.flatnonzero(np.tile(own, rows)), np.flatnonzero(np.tile(seen, columns)))
+                for own, seen in zip(written, read, strict=True)]  # fmt: skip
 
     def mask(self, layer: str) -> Tensor:
         """(rows, columns) bool: weights inside blocks."""
-        outputs, inputs = self.sides(layer)
-        return torch.from_numpy(outputs[:, None] == inputs)
+        members = self.members(layer)
+        inside = np.zeros([1 + max(int(own.max()) for own in side) for side in zip(*members, strict=True)], bool)
+        for rows, columns in members:
+            inside[np.ix_(rows, columns)] = True
+        return torch.from_numpy(inside)
+
+    # inputs that several blocks read
+
+    def row_labels(self, layer: str) -> np.ndarray | None:
+        """The block of each row of a layer's weight if blocks read copies of its inputs, else None."""
+        number, chain = self._chain_of(layer)
+        if not self._shared(number, chain.reads[layer]):
+            return None
+        return np.tile(self.labels[number][chain.writes[layer]], chain.tiling(layer)[0])
+
+    def expand(self, layer: str, weight: Tensor) -> Tensor:
+        """A layer's weight with a column for every copy of an input; as it is if there are none."""
+        labels = self.row_labels(layer)
+        return weight if labels is None else expand_columns(weight, labels)
+
+    @property
+    def expanded(self) -> Partition:
+        """The partition of the expanded weights: shared inputs once for every block, so that no neuron is in two."""
+        chains, labels = [], []
+        for number, (chain, own) in enumerate(zip(self.chains, self.labels, strict=True)):
+            shared = {group: size for group, size in chain.sizes.items() if self._shared(number, group)}
+            wide = {group: self.blocks * size for group, size in shared.items()}
+            chains.append(replace(chain, sizes=chain.sizes | wide))
+            labels.append({**own, **{g: np.repeat(np.arange(self.blocks), size) for g, size in shared.items()}})
+        return Partition(self.blocks, tuple(chains), tuple(labels))
+
+    def _shared(self, number: int, group: str) -> bool:
+        return bool(self.copies) and group in self.copies[number] and bool(self.copies[number][group].any())
+
+    def _inside(self, number: int, group: str) -> np.ndarray:
+        """(blocks, neurons) bool: which block has or reads which neuron."""
+        own: np.ndarray = self.labels[number][group] == np.arange(self.blocks)[:, None]
+        return own | self.copies[number][group] if self._shared(number, group) else own
+
+    def _chain_of(self, layer: str) -> tuple[int, Chain]:
+        for number, chain in enumerate(self.chains):
+            if layer in chain.layers:
+                return number, chain
+        raise InvalidOption(f"{layer}: not in this partition; it has {', '.join(self.layers)}")
 
 
 def random_partition(chains: Sequence[Chain], blocks: int, seed: int = 0) -> Partition:

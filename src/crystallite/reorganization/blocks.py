@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -16,8 +17,10 @@ from crystallite.models.layers import change, find_units
 from crystallite.models.record import ExactOptions, OperatorRecord, Record, record, set_record_
 from crystallite.models.swap import put_, replace_
 from crystallite.operators.chain import BlockChain
+from crystallite.operators.linear import BlockLinear
 from crystallite.reorganization.rewrite import reorganize
 from crystallite.reorganization.runs import Run, find_runs
+from crystallite.structure.decompose import decompose, expand_columns
 
 __all__ = ["clear_idle_", "in_blocks"]
 
@@ -48,27 +51,38 @@ def clear_idle_(model: nn.Module, layers: Sequence[str]) -> None:
             before.weight[~after.weight.any(0)] = 0
 
 
-def in_blocks(model: nn.Module, layers: Sequence[str], example: Any) -> nn.Module:
+def in_blocks(
+    model: nn.Module, layers: Sequence[str], example: Any, row_labels: Mapping[str, np.ndarray] | None = None
+) -> nn.Module:
     """A copy of the model whose layers, block-structured already, are block operators; `reorganization` records it.
 
     Consecutive layers of an `nn.Sequential` become one `BlockChain`: its subnetworks are what was trained for, even if
     another way to cut the same zeros would save a few multiply-adds more. The other layers go through `reorganize`.
+
+    row_labels: by linear layer, the block of each row, where blocks read copies of the same inputs.
     """
-    result, changes = copy.deepcopy(model), {}
+    result, changes, apart = copy.deepcopy(model), {}, dict(row_labels or {})
     units = {unit.name: unit for unit in find_units(result, layers, ())}
+
+    def note(name: str, layer: Any, operator: OperatorRecord) -> None:
+        size, share = sum(p.numel() for p in layer.parameters()), units[name].kept_share
+        changes[name] = change(units[name], operator, macs=layer.macs, parameters=size, share=share)
+
     for run in _whole_runs(result, layers):
-        chain: Any = BlockChain.from_dense(run.layers, run.activations)
+        chain: Any = BlockChain.from_dense(run.layers, run.activations, apart.pop(run.names[0], None))
         for name, layer in zip(run.names, chain.layers, strict=True):
-            operator, share = (
-                OperatorRecord("chain", layer.n_blocks, subnetworks=chain.n_subnetworks),
-                units[name].kept_share,
-            )
-            size = sum(p.numel() for p in layer.parameters())
-            changes[name] = change(units[name], operator, macs=layer.macs, parameters=size, share=share)
+            networks = chain.n_subnetworks
+            note(name, layer, OperatorRecord("chain", layer.n_blocks, subnetworks=networks, copies=layer.copies))
         prefix = f"{run.parent}." if run.parent else ""
         result = replace_(result, prefix + run.places[0], chain)
         for place in run.places[1:]:
             result = put_(result, prefix + place, nn.Identity().train(chain.training))
+    for name, labels in apart.items():
+        weight, bias = units[name].matrix, units[name].bias
+        blocks = [(rows, cols % weight.shape[1]) for rows, cols in decompose(expand_columns(weight, labels)).blocks]
+        single = BlockLinear.from_blocks(weight, bias, blocks)
+        note(name, single, OperatorRecord("blocks", single.n_blocks, copies=single.copies))
+        result = replace_(result, name, single)
     found = Record(ExactOptions())
     left = [name for name in layers if name not in changes]
     if left:

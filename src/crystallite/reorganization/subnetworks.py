@@ -20,8 +20,8 @@ __all__ = ["Subnetworks", "as_chain", "subnetworks"]
 class Subnetworks(nn.Module):
     """Networks that share no neuron, side by side: y[…, outputs[i]] = parts[i](x[…, inputs[i]]).
 
-    Outputs of no part emit constants. `before` and `after` are what the model does to the whole input and to the whole
-    output: modules without weights.
+    They may read the same inputs: each gets a copy. Outputs of no part emit constants. `before` and `after` are what
+    the model does to the whole input and to the whole output: modules without weights.
     """
 
     idle: Tensor  # (out_features,) what each output emits if no part writes it
@@ -69,7 +69,7 @@ def subnetworks(model: nn.Module) -> Subnetworks:
         model: one block operator, or an `nn.Sequential` of one and modules without weights.
 
     Returns:
-        The networks, which share no neuron, as one module that runs them side by side.
+        The networks, which share no neuron but inputs, as one module that runs them side by side.
 
     Raises:
         InvalidOption: another kind of model, or one that does not separate end to end.
@@ -108,8 +108,6 @@ def as_chain(operator: nn.Module) -> BlockChain:
     if isinstance(operator, BlockChain):
         return operator
     if isinstance(operator, BlockLinear):
-        if operator.columns is not None and len(operator.columns.unique()) < len(operator.columns):
-            return BlockChain.from_dense([operator.to_dense()], [])  # blocks that read the same inputs are one
         bias, outputs = None if operator.bias is None else operator.bias.detach(), None
         if operator.outputs is not None:
             rows = torch.argsort(operator.outputs, stable=True)  # dormant ones last

@@ -25,7 +25,8 @@ def module_partition(found: Modules, model: nn.Module, chains: Sequence[Chain], 
 
     Hidden neurons have the labels of the layer that writes them; the first layer must read the model's inputs as they
     are or flattened, and a last layer write its outputs. Dormant neurons, which matter to no output, go to the modules
-    that have fewest neurons of their group.
+    that have fewest neurons of their group. Shared inputs are copied to every module that reads them, where linear
+    layers do.
     """
     if found.k < 2:
         raise InvalidOption(f"modules: expected at least 2, got {found.k}: the network proposes no split of its own")
@@ -33,7 +34,19 @@ def module_partition(found: Modules, model: nn.Module, chains: Sequence[Chain], 
         {group: _settled(_labels(found, model, chain, group, batch), found.k) for group in chain.sizes}
         for chain in chains
     )
-    return Partition(found.k, tuple(chains), labels)
+    copies = tuple(
+        {group: found.shared for group in chain.sizes if _copied(found, model, chain, group, batch)} for chain in chains
+    )
+    return Partition(found.k, tuple(chains), labels, copies if any(copies) else ())
+
+
+def _copied(found: Modules, model: nn.Module, chain: Chain, group: str, batch: Batch) -> bool:
+    """Whether a group is the model's inputs, some of which are shared, and linear layers read it."""
+    if group in chain.writes.values() or not found.shared.any():
+        return False
+    readers = [name for name in chain.layers if chain.reads[name] == group]
+    linear = all(type(model.get_submodule(owner(name)[0])) is nn.Linear for name in readers)
+    return linear and _labels(found, model, chain, group, batch) is found.inputs
 
 
 def _labels(found: Modules, model: nn.Module, chain: Chain, group: str, batch: Batch) -> np.ndarray:

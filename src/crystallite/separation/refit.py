@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
@@ -39,14 +38,12 @@ def refit_(model: nn.Module, dense: nn.Module, partition: Partition, batches: Se
     than there are samples.
     """
     for name in partition.layers:
-        rows, columns = partition.sides(name)
         module, tensor = owner(name)
         layer = model.get_submodule(module)
         weight, bias = getattr(layer, tensor), getattr(layer, tensor.replace("weight", "bias"), None)
         taps = weight[0, 0].numel()  # a column of labels is so many of the weight: the places of a kernel
-        blocks = [tuple(torch.from_numpy(np.flatnonzero(side == b)) for side in (rows, columns))
-                  for b in range(partition.blocks)]  # fmt: skip
-        blocks = [(own, (read[:, None] * taps + torch.arange(taps)).flatten()) for own, read in blocks]
+        members = [(torch.from_numpy(own), torch.from_numpy(read)) for own, read in partition.members(name)]
+        blocks = [(own, (read[:, None] * taps + torch.arange(taps)).flatten()) for own, read in members]
         moments = [Moments(name) for _ in blocks]
         for batch in batches:
             x, t = (value.double() for value in _regression(model, dense, name, batch))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -46,10 +47,10 @@ class Gate(nn.Module):
 class GatedLinear(nn.Module):
     """A linear layer in training: only its blocks, behind a gate, at the cost of the blocks.
 
-    Blocks are of one size here, filled up with places without a weight.
+    Blocks are of one size here, filled up with places without a weight. An input may be in several.
 
     >>> layer = nn.Linear(4, 2)
-    >>> gated = GatedLinear(layer, np.array([0, 1]), np.array([0, 1, 0, 1]))
+    >>> gated = GatedLinear(layer, [(np.array([0]), np.array([0, 2])), (np.array([1]), np.array([1, 3]))])
     >>> with torch.no_grad():
     ...     layer.weight[0, 1::2] = layer.weight[1, ::2] = 0
     >>> x = torch.randn(3, 4)
@@ -61,10 +62,11 @@ class GatedLinear(nn.Module):
     columns: Tensor
     places: Tensor
 
-    def __init__(self, layer: nn.Linear, row_labels: np.ndarray, column_labels: np.ndarray) -> None:
+    def __init__(self, layer: nn.Linear, members: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
+        """members: rows and columns of each block."""
         super().__init__()
         self.in_features, self.out_features = layer.in_features, layer.out_features
-        rows, columns = (_table(labels).to(layer.weight.device) for labels in (row_labels, column_labels))
+        rows, columns = (_table(side).to(layer.weight.device) for side in zip(*members, strict=True))
         mask = (rows >= 0)[:, :, None] & (columns >= 0)[:, None]
         kept = layer.weight.detach()[rows[:, :, None], columns[:, None]]  # −1 takes some weight, which the mask drops
         self.weight = nn.Parameter(kept * mask)  # (blocks, rows, columns)
@@ -97,10 +99,9 @@ class GatedLinear(nn.Module):
         return layer
 
 
-def _table(labels: np.ndarray) -> Tensor:
+def _table(members: Sequence[np.ndarray]) -> Tensor:
     """(blocks, largest): the elements of each block, filled up with −1."""
-    members = [torch.from_numpy(np.flatnonzero(labels == b)) for b in range(labels.max() + 1)]
-    return nn.utils.rnn.pad_sequence(members, batch_first=True, padding_value=-1)
+    return nn.utils.rnn.pad_sequence([torch.from_numpy(own) for own in members], batch_first=True, padding_value=-1)
 
 
 class _StraightThrough(torch.autograd.Function):
@@ -133,7 +134,7 @@ def attach_(model: nn.Module, name: str, partition: Partition) -> tuple[nn.Modul
     module, tensor = owner(name)
     layer = model.get_submodule(module)
     if type(layer) is nn.Linear:
-        gated = GatedLinear(layer, *partition.sides(name))
+        gated = GatedLinear(layer, partition.members(name))
         return replace_(model, module, gated), gated.gate
     weight = getattr(layer, tensor)
     mask = partition.mask(name).to(weight.device)

@@ -164,6 +164,7 @@ def upgrade(
         elif blocks is not None and partition.blocks != blocks:
             raise InvalidOption(f"blocks: expected {partition.blocks}, as the partition has, got {blocks}")
         blocks = partition.blocks
+        _check_copies(dense, partition)
         initial = _initial(model)
         chosen = {parameter(name): _chosen(null, parameter(name), initial) for name in partition.layers}
         thresholds = {name: chosen[parameter(name)].threshold(level) for name in partition.layers}
@@ -207,12 +208,13 @@ def upgrade(
     for name in partition.layers:
         student = harden_(student, name)
     clear_idle_(student, partition.modules)
-    strays = sum(_drop_strays_(student, *each) for each in zip(partition.chains, partition.labels, strict=True))
+    strays = _drop_strays_(student, partition)
     _prove(student, partition, chosen, level)
     student = turn_back_(student, turned)
     student.train(model.training)
     student, _ = prepared(student)  # without states that modules have kept with their graph
-    small = in_blocks(student, partition.modules, example)
+    shared = {name: labels for name in partition.layers if (labels := partition.row_labels(name)) is not None}
+    small = in_blocks(student, partition.modules, example, shared)
     options = UpgradedOptions(
         blocks,
         tuple(chain.layers for chain in partition.chains),
@@ -225,6 +227,7 @@ def upgrade(
         tuple(history),
         tuple(balanced),
         strays,
+        tuple({group: tuple(map(_indices, own)) for group, own in copies.items()} for copies in partition.copies),
     )
     set_record_(small, replace(record(small), options=options, prepared=notes))
     write_config(small, model)
@@ -246,6 +249,16 @@ def _check(given: Sequence[Any], epochs: int, learning_rate: float, block_loss: 
         raise InvalidOption(f"block_loss must be a number of at least 0, got {block_loss!r}")
     if not 0 < level < 1:
         raise InvalidOption(f"level must be a number between 0 and 1, got {level!r}")
+
+
+def _check_copies(model: nn.Module, partition: Partition) -> None:
+    for name in partition.layers:
+        layer = model.get_submodule(owner(name)[0])
+        if type(layer) is not nn.Linear and partition.row_labels(name) is not None:
+            raise InvalidOption(
+                f"{name}: expected a linear layer where blocks read copies of inputs, got {type(layer).__name__}; "
+                "pass a Partition without copies for its chain"
+            )
 
 
 def _initial(model: nn.Module) -> dict[str, nulls.Null]:
@@ -311,34 +324,35 @@ def _features(model: nn.Module, name: str, batch: Batch) -> Tensor:
 
 
 @torch.no_grad()
-def _drop_strays_(model: nn.Module, chain: Chain, labels: Mapping[str, np.ndarray]) -> int:
+def _drop_strays_(model: nn.Module, partition: Partition) -> int:
     """Set weights of fragments to zero: of the components with one label only the largest is the block."""
-    weights = {name: weight_of(model, name) for name in chain.layers}
-    components = joint_components(chain, {name: weight.detach() for name, weight in weights.items()})
-    component, label = (np.concatenate([side[group] for group in chain.sizes]) for side in (components, labels))
-    sizes = np.bincount(component[component >= 0])
-    largest = [max(np.unique(component[(label == b) & (component >= 0)]), key=lambda c: sizes[c], default=-1)
-               for b in range(int(label.max()) + 1)]  # fmt: skip
-    dropped = 0
-    for name, weight in weights.items():
-        written = np.tile(components[chain.writes[name]], chain.tiling(name)[0])
-        stray = torch.from_numpy(~np.isin(written, largest)).to(weight.device)
-        dropped += int(torch.count_nonzero(weight[stray]))
-        weight[stray] = 0
+    dropped, wide = 0, partition.expanded
+    for chain, labels in zip(wide.chains, wide.labels, strict=True):
+        weights = {name: weight_of(model, name) for name in chain.layers}
+        components = joint_components(chain, {name: partition.expand(name, w.detach()) for name, w in weights.items()})
+        component, label = (np.concatenate([side[group] for group in chain.sizes]) for side in (components, labels))
+        sizes = np.bincount(component[component >= 0])
+        largest = [max(np.unique(component[(label == b) & (component >= 0)]), key=lambda c: sizes[c], default=-1)
+                   for b in range(int(label.max()) + 1)]  # fmt: skip
+        for name, weight in weights.items():
+            written = np.tile(components[chain.writes[name]], chain.tiling(name)[0])
+            stray = torch.from_numpy(~np.isin(written, largest)).to(weight.device)
+            dropped += int(torch.count_nonzero(weight[stray]))
+            weight[stray] = 0
     return dropped
 
 
 def _prove(model: nn.Module, partition: Partition, chosen: Mapping[str, nulls.Null], level: float) -> None:
-    """Separation by the paper's own tests."""
-    for chain in partition.chains:
+    """Separation by the paper's own tests; a shared input is a column of its own for every block that reads it."""
+    for chain in partition.expanded.chains:
         kept = {}
         for name in chain.layers:
             weight = weight_of(model, name).detach()
             mask = anneal(
                 weight.flatten(1), chosen[parameter(name)], level=level, random_walk=None, rule="neyman", name=name
             ).mask
-            kept[name] = mask.view_as(weight)
-            assert torch.equal(kept[name], weight != 0), f"{name}: annealing changes it"
+            assert torch.equal(mask.view_as(weight), weight != 0), f"{name}: annealing changes it"
+            kept[name] = partition.expand(name, mask.view_as(weight))
         components = np.concatenate(list(joint_components(chain, kept).values()))
         if (found := int(components.max(initial=-1)) + 1) != partition.blocks:
             raise CrystalliteError(
@@ -347,9 +361,13 @@ def _prove(model: nn.Module, partition: Partition, chosen: Mapping[str, nulls.Nu
             )
 
 
+def _indices(chosen: np.ndarray) -> tuple[int, ...]:
+    return tuple(np.flatnonzero(chosen).tolist())
+
+
 def _fingerprint(partition: Partition) -> str:
     digest = hashlib.sha256(repr(partition.chains).encode())
-    for labels in partition.labels:
+    for labels in (*partition.labels, *partition.copies):
         for name in sorted(labels):
             digest.update(np.ascontiguousarray(labels[name], np.int64).tobytes())
     return digest.hexdigest()

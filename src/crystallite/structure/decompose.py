@@ -15,7 +15,7 @@ from crystallite.structure.bipartite import BipartiteStructure
 from crystallite.structure.components import column_components
 from crystallite.structure.directed import DirectedStructure
 
-__all__ = ["decompose", "directed_from_words", "edge_patterns"]
+__all__ = ["decompose", "directed_from_words", "edge_patterns", "expand_columns"]
 
 Threshold = float | np.ndarray | torch.Tensor | None
 
@@ -148,6 +148,21 @@ def directed_from_words(words: np.ndarray) -> DirectedStructure:
     diagonal = np.arange(len(scc))
     self_loop = (words[diagonal, diagonal // 64] >> (diagonal % 64).astype(np.uint64)) & np.uint64(1)
     return _directed(scc, component[scc], layer[scc].astype(np.intp), self_loop.astype(bool), condensed)
+
+
+def expand_columns(weight: torch.Tensor, row_labels: np.ndarray) -> torch.Tensor:
+    """(rows, labels · columns) every column once for each label, with the entries of the rows of that label alone.
+
+    Rows of different labels then share no column, so `decompose` finds the blocks that are independent given the
+    inputs, of which they may read the same. Column c of the weight is column c + l · columns for label l.
+
+    >>> expand_columns(torch.tensor([[1.0, 2.0], [3.0, 0.0]]), np.array([0, 1])).tolist()
+    [[1.0, 2.0, 0.0, 0.0], [0.0, 0.0, 3.0, 0.0]]
+    """
+    rows, columns = weight.shape
+    wide = weight.new_zeros(rows, int(row_labels.max(initial=0)) + 1, columns)
+    wide[torch.arange(rows, device=weight.device), torch.from_numpy(row_labels).to(weight.device)] = weight
+    return wide.flatten(1)
 
 
 def _directed(
