@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from crystallite.annealing import nulls
 from crystallite.annealing.anneal import anneal
-from crystallite.core.errors import CrystalliteError, InvalidOption
+from crystallite.core.errors import CheckpointError, CrystalliteError, InvalidOption
 from crystallite.core.progress import phase
 from crystallite.core.suggest import check_choice, suggest_keywords
 from crystallite.data.batch import Batch, batches, repeatable
@@ -27,8 +27,9 @@ from crystallite.graph.neuron_groups import neuron_groups
 from crystallite.graph.trace import trace
 from crystallite.models.manifest import source_sha256
 from crystallite.models.preparing import prepared
-from crystallite.models.record import StorableNull, UpgradedOptions, record, set_record_
+from crystallite.models.record import Recipe, RecipeSearch, StorableNull, UpgradedOptions, record, set_record_
 from crystallite.models.transformers_folder import write_config
+from crystallite.models.typed_json import from_plain, to_plain
 from crystallite.partitioning.assignment import assign_by_explained_variance
 from crystallite.partitioning.input_clusters import cluster_partition
 from crystallite.partitioning.partition import Partition, decorrelated_partition, joint_components, random_partition
@@ -36,16 +37,20 @@ from crystallite.partitioning.weights import owner, parameter, weight_of
 from crystallite.reorganization.blocks import clear_idle_, in_blocks
 from crystallite.separation.modules import module_partition
 from crystallite.separation.readouts import readouts_for
-from crystallite.separation.refit import refit_
 from crystallite.separation.scale import balance_
-from crystallite.separation.straight_through import attach_, harden_
-from crystallite.separation.training import Loss, Metric, Schedule, ends_of, train_
-from crystallite.statistics.checkpoints import Checkpoints
+from crystallite.separation.search import Choices, find_recipe
+from crystallite.separation.straight_through import harden_
+from crystallite.separation.task import Task, takes_probabilities
+from crystallite.separation.training import Loss, Metric, ends_of
+from crystallite.statistics.checkpoints import Checkpoints, State
 from crystallite.statistics.watching import layer_call
 
 __all__ = ["upgrade"]
 
 _ROWS = 4096  # of a batch, which say enough about how features vary together
+_RATES = (5e-3, 1e-2, 2e-2)  # the first ones hold where nothing can be tried
+_SMOOTHINGS = (0.0, 0.1)
+_BLOCK_LOSSES = (1.0, 0.0, 3.0)
 _SAMPLES = 8192  # rows that least squares reads, or four times the inputs of the widest block
 
 
@@ -59,7 +64,8 @@ def upgrade(
     loss: Loss | None = None,
     metric: Metric | None = None,
     epochs: int = 5,
-    learning_rate: float = 5e-3,
+    learning_rate: float | None = None,
+    smoothing: float | None = None,
     block_loss: float | None = None,
     null: str | nulls.Null | Mapping[str, nulls.Null] = "init",
     level: float = 0.001,
@@ -134,68 +140,71 @@ def upgrade(
         (2, 40)
     """
     made = partition if isinstance(partition, Partition) and blocks is None else None
-    _check((blocks, modules, made), epochs, learning_rate, block_loss, level)
+    _check((blocks, modules, made), epochs, learning_rate, smoothing, block_loss, level)
     if seed < 0:
         raise InvalidOption(f"seed: expected a whole number from 0 on, got {seed}")
     model, notes = prepared(model, dense=True, finite=True)
     data = repeatable(data)
     with torch.random.fork_rng(devices=[]):  # whoever calls keeps their random numbers
         torch.manual_seed(seed)
-        batch = next(batches(data))
+        batch, some = next(batches(data)), []
         example = batch.arguments
-        dense, student = copy.deepcopy(model).eval(), copy.deepcopy(model).eval()
-        found_or_given = modules is not None or isinstance(partition, Partition)
+        dense = copy.deepcopy(model).eval()
         if isinstance(partition, str):
             asked = None if targets is None else _patterns(targets)
             with phase("tracing", progress):
                 chains = find_chains(model, asked, _patterns(ignore), example)
             if modules is not None:
-                partition = module_partition(modules, dense, chains, batch)
+                partitions = {"modules": module_partition(modules, dense, chains, batch)}
             else:
-                partition = _partition(partition, dense, chains, blocks, data, seed)
+                some = _some(data, chains, blocks or 1)
+                partitions = _partitions(partition, dense, chains, blocks, some, seed)
         elif blocks is not None and partition.blocks != blocks:
             raise InvalidOption(f"blocks: expected {partition.blocks}, as the partition has, got {blocks}")
-        blocks = partition.blocks
-        initial = _initial(student)
-        chosen = {parameter(name): _chosen(null, parameter(name), initial) for name in partition.layers}
-        thresholds = {name: chosen[parameter(name)].threshold(level) for name in partition.layers}
-        groups = neuron_groups(student, trace(student, example)).values()
-        balanced = balance_(student, groups, initial | chosen, lambda: batch.call(student))
-        dense.load_state_dict(student.state_dict())  # the same function in the same units
-        readouts = None if loss is None or block_loss == 0 else readouts_for(dense, partition, batch)
-        if block_loss and readouts is None:
+        else:
+            partitions = {"given": partition}
+        first = next(iter(partitions.values()))  # they differ in labels alone
+        initial = _initial(dense)
+        chosen = {parameter(name): _chosen(null, parameter(name), initial) for name in first.layers}
+        thresholds = {name: chosen[parameter(name)].threshold(level) for name in first.layers}
+        groups = neuron_groups(dense, trace(dense, example)).values()
+        balanced = balance_(dense, groups, initial | chosen, lambda: batch.call(dense))  # the same function
+        some = some or _some(data, first.chains, first.blocks)
+        task = Task(dense, partitions, thresholds, ends_of(dense, first.chains, batch), loss, some, seed)
+        readable = loss is not None and readouts_for(dense, first, batch) is not None
+        if block_loss and not readable:
             raise InvalidOption("block_loss: needs a loss, and one chain of linear layers that leads to a vector each")
-        weight = (0.0 if readouts is None or found_or_given else 1.0) if block_loss is None else block_loss
-        schedule = Schedule(epochs, learning_rate, block_loss=weight)
-        checkpoints = None
+        logits = loss is not None and batch.target is not None and _logits(loss, dense, batch)
+        if smoothing and not logits:
+            raise InvalidOption("smoothing: needs labels, and a loss that takes probabilities too, as cross-entropy")
+        made_blocks = "modules" not in partitions and "given" not in partitions
+        choices = Choices(
+            tuple(partitions),
+            _RATES if learning_rate is None else (learning_rate,),
+            (_SMOOTHINGS if logits else (0.0,)) if smoothing is None else (smoothing,),
+            (_BLOCK_LOSSES if readable and made_blocks else (0.0,)) if block_loss is None else (block_loss,),
+        )
+        checkpoints, saved = None, None
         if checkpoint is not None:
             run_identity = {
-                "model": source_sha256(model), "partition": _fingerprint(partition), "level": level, "seed": seed,
-                "nulls": {name: repr(value) for name, value in chosen.items()}, "schedule": asdict(schedule),
-                "loss": loss is not None,
+                "model": source_sha256(model), "partition": [_fingerprint(one) for one in partitions.values()],
+                "level": level, "seed": seed, "nulls": {name: repr(value) for name, value in chosen.items()},
+                "epochs": epochs, "choices": asdict(choices), "loss": loss is not None,
             }  # fmt: skip
             checkpoints = Checkpoints(checkpoint, run_identity)
-        if checkpoints is None or checkpoints.latest() is None:
+            saved = checkpoints.latest()
+        if saved is None:
             with phase("fitting", progress):
-                refit_(student, dense, partition, _some(data, partition.chains, blocks))
-        gates = {}
-        for name in partition.layers:
-            student, gates[name] = attach_(student, name, partition)
-        history = train_(
-            student,
-            dense,
-            gates,
-            thresholds,
-            ends_of(dense, partition.chains, batch),
-            data,
-            loss,
-            metric,
-            schedule,
-            readouts if weight else None,
-            seed,
-            checkpoints,
-            progress,
-        )
+                task.fit(choices.partition[0])
+            recipe, found = find_recipe(task, choices, data, epochs, logits, progress)
+        else:
+            recipe, found = _searched(saved, checkpoint)
+        student, history = task.train(
+            recipe, data, epochs, fitted=saved is None, metric=metric,
+            state={"recipe": to_plain(Recipe, recipe), "search": to_plain(RecipeSearch, found)},
+            checkpoints=checkpoints, progress=progress,
+        )  # fmt: skip
+    partition = partitions[recipe.partition]
     for name in partition.layers:
         student = harden_(student, name)
     clear_idle_(student, partition.modules)
@@ -205,14 +214,14 @@ def upgrade(
     student, _ = prepared(student)  # without states that modules have kept with their graph
     small = in_blocks(student, partition.modules, example)
     options = UpgradedOptions(
-        blocks,
+        partition.blocks,
         tuple(chain.layers for chain in partition.chains),
         tuple({group: tuple(own.tolist()) for group, own in labels.items()} for labels in partition.labels),
-        {name: found for name, found in chosen.items() if isinstance(found, StorableNull)},
+        {name: own for name, own in chosen.items() if isinstance(own, StorableNull)},
         level,
         thresholds,
-        learning_rate,
-        weight,
+        recipe,
+        found,
         tuple(history),
         tuple(balanced),
         strays,
@@ -226,13 +235,18 @@ def _patterns(patterns: str | Sequence[str]) -> list[str]:
     return [patterns] if isinstance(patterns, str) else list(patterns)
 
 
-def _check(given: Sequence[Any], epochs: int, learning_rate: float, block_loss: float | None, level: float) -> None:
+def _check(
+    given: Sequence[Any], epochs: int, learning_rate: float | None, smoothing: float | None, block_loss: float | None,
+    level: float,
+) -> None:  # fmt: skip
     if sum(one is not None for one in given) != 1:
         raise InvalidOption("expected one of blocks=k, modules=what discover found, and a Partition")
     if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1:
         raise InvalidOption(f"epochs must be an integer of at least 1, got {epochs!r}")
-    if not 0 < learning_rate < float("inf"):
+    if learning_rate is not None and not 0 < learning_rate < float("inf"):
         raise InvalidOption(f"learning_rate must be a positive number, got {learning_rate!r}")
+    if smoothing is not None and not 0 <= smoothing < 1:
+        raise InvalidOption(f"smoothing must be a number from 0 to less than 1, got {smoothing!r}")
     if block_loss is not None and not 0 <= block_loss < float("inf"):
         raise InvalidOption(f"block_loss must be a number of at least 0, got {block_loss!r}")
     if not 0 < level < 1:
@@ -267,26 +281,50 @@ def _some(data: Any, chains: Sequence[Chain], blocks: int) -> list[Batch]:
     return found
 
 
+def _logits(loss: Loss, model: nn.Module, batch: Batch) -> bool:
+    """Whether the model's outputs are what labels of classes are compared with, by a loss that takes probabilities."""
+    assert batch.target is not None
+    with torch.no_grad():
+        output = batch.call(model)
+    return takes_probabilities(loss, output, batch.target.to(output.device))
+
+
+def _searched(saved: State, source: Any) -> tuple[Recipe, RecipeSearch]:
+    """What a run had chosen before it was interrupted."""
+    try:
+        recipe, found = (saved.record[name] for name in ("recipe", "search"))
+        return from_plain(Recipe, recipe, "recipe"), from_plain(RecipeSearch, found, "search")
+    except (CrystalliteError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{source}: expected the recipe of a run, got {error!s:.200}") from None
+
+
 @torch.no_grad()
-def _partition(kind: str, model: nn.Module, chains: Sequence[Chain], blocks: Any, data: Any, seed: int) -> Partition:
+def _partitions(
+    kind: str, model: nn.Module, chains: Sequence[Chain], blocks: Any, some: Sequence[Batch], seed: int
+) -> dict[str, Partition]:
+    """By name: one, or those between which trials decide."""
     if kind == "random":
-        return random_partition(chains, blocks, seed)
+        return {kind: random_partition(chains, blocks, seed)}
     check_choice("partition", kind, ("auto", "regions", "spread", "random"), "a Partition")
-    some = _some(data, chains, blocks)
-    return assign_by_explained_variance(_inputs_shared_out(kind, model, chains, blocks, some, seed), model, some)
-
-
-def _inputs_shared_out(
-    kind: str, model: nn.Module, chains: Sequence[Chain], blocks: int, some: Sequence[Batch], seed: int
-) -> Partition:
-    """A partition that takes care of inputs; all others are shared out at random."""
     read = {c.layers[0]: torch.cat([_features(model, c.layers[0], b) for b in some]) for c in chains}
-    if kind == "regions":
-        return cluster_partition(chains, blocks, read, seed)
+    read_on = [chain for chain in chains if chain.read_on and not chain.tiles]
+    found = {}
+    if kind == "regions" or (kind == "auto" and read_on):
+        found["regions"] = _with_regions(chains if kind == "regions" else read_on, chains, blocks, read, seed)
+    if kind != "regions":
+        found["spread"] = decorrelated_partition(chains, blocks, read, seed)
+    return {name: assign_by_explained_variance(one, model, some) for name, one in found.items()}
+
+
+def _with_regions(
+    some: Sequence[Chain], chains: Sequence[Chain], blocks: int, read: Mapping[str, Tensor], seed: int
+) -> Partition:
+    """Inputs of some chains in regions, those of the others spread; hidden neurons are shared out at random."""
+    regions = cluster_partition(some, blocks, read, seed)
+    if len(some) == len(chains):
+        return regions
     spread = decorrelated_partition(chains, blocks, read, seed)
-    apart = [chain for chain in chains if kind == "auto" and chain.read_on and not chain.tiles]
-    regions = cluster_partition(apart, blocks, read, seed)
-    chosen = dict(zip((chain.layers for chain in apart), regions.labels, strict=True))
+    chosen = dict(zip((chain.layers for chain in some), regions.labels, strict=True))
     labels = (chosen.get(c.layers, own) for c, own in zip(chains, spread.labels, strict=True))
     return Partition(spread.blocks, spread.chains, tuple(labels))
 
