@@ -84,6 +84,13 @@ def upgrade(
     exactly k blocks, jointly through each chain of layers; both are checked. `cx.record(result).options`
     says how (`UpgradedOptions`).
 
+    What is not given is searched: `learning_rate`, `smoothing`, `block_loss` and `partition`, one after the other, by
+    trials of two fifths of the epochs on four fifths of the samples, at most 20,000 of them being read, judged by the
+    loss on the others (without labels: by the distance to the dense model's outputs). A trial costs a third of the
+    training, and there are at most 7: up to 2.3 times the cost of the training itself, less for more data, nothing if
+    all four are given. Below 500 samples or 10 batches the defaults hold. `cx.record(result).options.search` has the
+    trials, their scores and their cost.
+
     Scale: ReLU networks can be rescaled neuron by neuron without change of function, which would move weights over any
     bound. Hidden neurons are therefore brought into balanced units first (see `separation/scale.py`) and never rescaled
     afterwards. Parameters with `requires_grad=False` stay as they are, except that layers to separate are fitted.
@@ -95,12 +102,16 @@ def upgrade(
         data: batches that can be gone through again and again, as a `DataLoader`; (inputs, target) where there is a
             loss. Their order follows `seed` where it depends on PyTorch's random numbers.
         loss: loss(output, target). None: no labels; the model learns to return what the dense one returns.
+        smoothing: share of each label that is spread over all classes; for a loss that takes probabilities in place of
+            labels, as cross-entropy does. None: searched (0, .1; default 0).
         block_loss: weight of a second loss, the mean over blocks of what each alone would lose by a linear readout of
-            its own to the whole output. None: 1 for blocks that are made, where there is a loss and one chain of linear
-            layers leads to one vector per sample; else 0. Readouts are trained along and then thrown away.
+            its own to the whole output. None: searched (0, 1, 3; default 1) for blocks that are made, where there is a
+            loss and one chain of linear layers leads to one vector per sample; else 0. Readouts are trained along and
+            then thrown away.
         metric: called with the model in evaluation mode after every epoch, for the history.
         epochs: how often training goes through the data.
-        learning_rate: at the start; it falls to 0.
+        learning_rate: the highest; it rises over the first tenth of the steps and falls to 0. None: searched (.005,
+            .01, .02; default .005).
         null: "init" for what each layer was initialised from (`nulls.for_module`), one null, or a dict by parameter
             name. If the model was trained with weight decay pass the nulls `shrunk` by it.
         level: the strictest level at which nothing is annealed away; larger ones keep everything too.
@@ -111,14 +122,14 @@ def upgrade(
             ignore it if every output may read every block, and the first convolution if images have fewer channels than
             there are blocks.
         partition: which neuron goes to which block. "regions" keeps inputs together that vary together, "spread" gives
-            every block inputs of all kinds; "auto" takes regions where a layer that is not separated reads all blocks,
-            and spreads inputs where an output can read one block only. Hidden neurons and outputs of linear layers
-            follow: each goes where most of its variance is explained (see `partitioning/assignment.py`). Also
-            "random", or a `Partition`.
+            every block inputs of all kinds; "auto" tries both where a layer that is not separated reads all blocks
+            (default regions), and spreads inputs where an output can read one block only. Hidden neurons and outputs
+            of linear layers follow: each goes where most of its variance is explained (see
+            `partitioning/assignment.py`). Also "random", or a `Partition`.
         seed: of everything that is drawn at random.
         checkpoint: a folder for the state of the run; called again after an interruption, the run goes on from there to
-            the result it would have had.
-        progress: a bar on standard error.
+            the result it would have had. The recipe is in it; a search that was interrupted begins anew.
+        progress: bars on standard error; that of the search says what it costs.
 
     Returns:
         A reorganized model of exactly k blocks, trained.
@@ -174,7 +185,7 @@ def upgrade(
         readable = loss is not None and readouts_for(dense, first, batch) is not None
         if block_loss and not readable:
             raise InvalidOption("block_loss: needs a loss, and one chain of linear layers that leads to a vector each")
-        logits = loss is not None and batch.target is not None and _logits(loss, dense, batch)
+        logits = smoothing != 0 and _logits(loss, dense, batch)
         if smoothing and not logits:
             raise InvalidOption("smoothing: needs labels, and a loss that takes probabilities too, as cross-entropy")
         made_blocks = "modules" not in partitions and "given" not in partitions
@@ -281,9 +292,10 @@ def _some(data: Any, chains: Sequence[Chain], blocks: int) -> list[Batch]:
     return found
 
 
-def _logits(loss: Loss, model: nn.Module, batch: Batch) -> bool:
+def _logits(loss: Loss | None, model: nn.Module, batch: Batch) -> bool:
     """Whether the model's outputs are what labels of classes are compared with, by a loss that takes probabilities."""
-    assert batch.target is not None
+    if loss is None or batch.target is None:
+        return False
     with torch.no_grad():
         output = batch.call(model)
     return takes_probabilities(loss, output, batch.target.to(output.device))
