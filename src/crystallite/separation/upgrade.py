@@ -88,8 +88,8 @@ def upgrade(
     trials of two fifths of the epochs on four fifths of the samples, at most 20,000 of them being read, judged by the
     loss on the others (without labels: by the distance to the dense model's outputs). A trial costs a third of the
     training, and there are at most 7: up to 2.3 times the cost of the training itself, less for more data, nothing if
-    all four are given. Below 500 samples or 10 batches the defaults hold. `cx.record(result).options.search` has the
-    trials, their scores and their cost.
+    the three numbers are given. Below 500 samples or 10 batches the defaults hold.
+    `cx.record(result).options.search` has the trials, their scores and their cost.
 
     Scale: ReLU networks can be rescaled neuron by neuron without change of function, which would move weights over any
     bound. Hidden neurons are therefore brought into balanced units first (see `separation/scale.py`) and never rescaled
@@ -122,10 +122,10 @@ def upgrade(
             ignore it if every output may read every block, and the first convolution if images have fewer channels than
             there are blocks.
         partition: which neuron goes to which block. "regions" keeps inputs together that vary together, "spread" gives
-            every block inputs of all kinds; "auto" tries both where a layer that is not separated reads all blocks
-            (default regions), and spreads inputs where an output can read one block only. Hidden neurons and outputs
-            of linear layers follow: each goes where most of its variance is explained (see
-            `partitioning/assignment.py`). Also "random", or a `Partition`.
+            every block inputs of all kinds; "auto" takes regions where a layer that is not separated reads all blocks,
+            or tries both there if the learning rate is searched too, and spreads inputs where an output can read one
+            block only. Hidden neurons and outputs of linear layers follow: each goes where most of its variance is
+            explained (see `partitioning/assignment.py`). Also "random", or a `Partition`.
         seed: of everything that is drawn at random.
         checkpoint: a folder for the state of the run; called again after an interruption, the run goes on from there to
             the result it would have had. The recipe is in it; a search that was interrupted begins anew.
@@ -169,7 +169,7 @@ def upgrade(
                 partitions = {"modules": module_partition(modules, dense, chains, batch)}
             else:
                 some = _some(data, chains, blocks or 1)
-                partitions = _partitions(partition, dense, chains, blocks, some, seed)
+                partitions = _partitions(partition, dense, chains, blocks, some, seed, learning_rate is None)
         elif blocks is not None and partition.blocks != blocks:
             raise InvalidOption(f"blocks: expected {partition.blocks}, as the partition has, got {blocks}")
         else:
@@ -312,9 +312,9 @@ def _searched(saved: State, source: Any) -> tuple[Recipe, RecipeSearch]:
 
 @torch.no_grad()
 def _partitions(
-    kind: str, model: nn.Module, chains: Sequence[Chain], blocks: Any, some: Sequence[Batch], seed: int
+    kind: str, model: nn.Module, chains: Sequence[Chain], blocks: Any, some: Sequence[Batch], seed: int, several: bool
 ) -> dict[str, Partition]:
-    """By name: one, or those between which trials decide."""
+    """By name: one, or several where trials can decide between them, the one to take without trials first."""
     if kind == "random":
         return {kind: random_partition(chains, blocks, seed)}
     check_choice("partition", kind, ("auto", "regions", "spread", "random"), "a Partition")
@@ -323,7 +323,7 @@ def _partitions(
     found = {}
     if kind == "regions" or (kind == "auto" and read_on):
         found["regions"] = _with_regions(chains if kind == "regions" else read_on, chains, blocks, read, seed)
-    if kind != "regions":
+    if kind == "spread" or (kind == "auto" and (several or not read_on)):
         found["spread"] = decorrelated_partition(chains, blocks, read, seed)
     return {name: assign_by_explained_variance(one, model, some) for name, one in found.items()}
 
