@@ -45,7 +45,7 @@ def planted(small_digits, rates, loss=F.cross_entropy):
     partition = random_partition(find_chains(net, ignore=["4"], example=x), 2)
     thresholds = dict.fromkeys(partition.layers, 0.0)
     task = tasks.Task(net, {"given": partition}, thresholds, ["2"], loss, list(batches(data)), 0)
-    return find_recipe(task, Choices(("given",), rates), data, 5, False, False)
+    return find_recipe(task, Choices(("given",), rates), data, None, 5, False, False)
 
 
 @pytest.mark.parametrize("loss", [F.cross_entropy, None])
@@ -66,8 +66,22 @@ def test_what_is_no_number_is_never_best(small_digits):
     assert best.learning_rate == 5e-3
 
 
-def test_every_open_knob_is_turned(small_digits):
+def unseen():
+    """Images that the network was not trained on."""
+    _, x, y = digits.data()
+    return list(zip(x.split(64), y.split(64), strict=True))
+
+
+def test_samples_that_the_model_has_seen_choose_the_rate_alone(small_digits):
     found = cx.record(run(small_digits)).options
+    recipes = [trial.recipe for trial in found.search.trials]
+    assert recipes == [Recipe("regions", rate, 0.0, 1.0) for rate in (5e-3, 1e-2, 2e-2)]
+    assert found.recipe == min(found.search.trials, key=lambda trial: trial.score).recipe
+    assert "chosen from 3 trials by 128 held-out samples" in str(found)
+
+
+def test_others_turn_every_knob(small_digits):
+    found = cx.record(run(small_digits, held_out=unseen())).options
     recipes = [trial.recipe for trial in found.search.trials]
     assert len(recipes) == len(set(recipes)) == 7
     assert {recipe.partition for recipe in recipes} == {"regions", "spread"}
@@ -75,11 +89,11 @@ def test_every_open_knob_is_turned(small_digits):
     assert {recipe.smoothing for recipe in recipes} == {0.0, 0.1}
     assert {recipe.block_loss for recipe in recipes} == {0.0, 1.0, 3.0}
     assert found.recipe == min(found.search.trials, key=lambda trial: trial.score).recipe
-    assert "chosen from 7 trials by 128 held-out samples" in str(found)
+    assert (found.search.trained_on, found.search.held_out) == (512, 397)
 
 
 def test_the_same_seed_finds_the_same(small_digits, tmp_path):
-    one, two = run(small_digits, smoothing=0.0), run(small_digits, smoothing=0.0)
+    one, two = run(small_digits), run(small_digits)
     assert cx.record(one).options == cx.record(two).options
     assert all(torch.equal(value, two.state_dict()[name]) for name, value in one.state_dict().items())
     again = cx.load(cx.save(one, tmp_path / "small"))
@@ -109,24 +123,20 @@ def test_an_interrupted_run_does_not_search_again(small_digits, tmp_path, monkey
         run(small_digits, checkpoint=tmp_path / "state", **{**options, "smoothing": 0.1})
 
 
-def test_without_labels_rate_and_partition_are_searched(small_digits):
+def test_without_labels_the_rate_is_searched(small_digits):
     images = list(small_digits[1].split(64))
     found = cx.record(run(small_digits, data=images, loss=None)).options
-    assert len(found.search.trials) == 4
+    assert len(found.search.trials) == 3
     assert (found.recipe.smoothing, found.recipe.block_loss) == (0.0, 0.0)
     assert found.recipe == min(found.search.trials, key=lambda trial: trial.score).recipe
 
 
 def test_what_is_given_is_not_searched(small_digits, monkeypatch):
-    found = cx.record(run(small_digits, learning_rate=3e-3, block_loss=0.5, epochs=1)).options
-    assert {(t.recipe.learning_rate, t.recipe.block_loss) for t in found.search.trials} == {(3e-3, 0.5)}
-    assert [(t.recipe.partition, t.recipe.smoothing) for t in found.search.trials] == [
-        ("regions", 0.0),
-        ("regions", 0.1),
-    ]
+    given = {"learning_rate": 3e-3, "block_loss": 0.5, "partition": "spread"}
+    found = cx.record(run(small_digits, held_out=unseen(), epochs=1, **given)).options
+    assert [t.recipe for t in found.search.trials] == [Recipe("spread", 3e-3, s, 0.5) for s in (0.0, 0.1)]
     monkeypatch.setattr(search, "_score", None)
-    given = {"learning_rate": 3e-3, "block_loss": 0.5, "smoothing": 0.1, "partition": "spread"}
-    found = cx.record(run(small_digits, epochs=1, **given)).options
+    found = cx.record(run(small_digits, epochs=1, smoothing=0.1, **given)).options
     assert found.search == RecipeSearch(note="every knob was given")
     assert found.recipe == Recipe("spread", 3e-3, 0.1, 0.5)
 
@@ -169,9 +179,12 @@ def test_the_command_searches_by_default(small_digits, tmp_path, capsys):
     )
     command = ["upgrade", f"{tmp_path}/made.py:build", "--weights", str(tmp_path / "net.pt"), "--blocks", "2", "--json"]
     command += ["--data", str(tmp_path / "data.npz"), "--batch", "64", "--ignore", "4", "--epochs", "1"]
-    assert main([*command, "--smoothing", "0", "--out", str(tmp_path / "searched")]) == 0
+    assert main([*command, "--out", str(tmp_path / "searched")]) == 0
     found = json.loads(capsys.readouterr().out)["upgrade"]
-    assert len(found["search"]["trials"]) == 6
+    assert len(found["search"]["trials"]) == 3
+    assert main([*command, "--out", str(tmp_path / "more"), "--held-out", str(tmp_path / "data.npz")]) == 0
+    found = json.loads(capsys.readouterr().out)["upgrade"]
+    assert len(found["search"]["trials"]) == 7
     given = ["--learning-rate", "0.01", "--smoothing", "0", "--block-loss", "1", "--partition", "spread"]
     assert main([*command, *given, "--out", str(tmp_path / "given")]) == 0
     found = json.loads(capsys.readouterr().out)["upgrade"]

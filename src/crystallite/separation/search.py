@@ -46,22 +46,26 @@ class Choices:
 
 
 def find_recipe(
-    task: Task, choices: Choices, data: Any, epochs: int, calibrated: bool, progress: bool
+    task: Task, choices: Choices, data: Any, held_out: Any, epochs: int, calibrated: bool, progress: bool
 ) -> tuple[Recipe, RecipeSearch]:
     """The best of some recipes, and how it was found.
 
     Begins with the first value of every knob and turns one after the other, keeping what does best. Every trial is a
     whole training of its own, only shorter. The score is the loss on held-out batches, or without labels the distance
-    to the dense model's outputs. calibrated: outputs are logits; they are judged at their best temperature, as
-    otherwise smoothed labels would be judged by how unsure they make a model, not by what it gets right.
+    to the dense model's outputs. held_out: these batches; None: every fifth of the data. calibrated: outputs are
+    logits; they are judged at their best temperature, as otherwise smoothed labels would be judged by how unsure they
+    make a model, not by what it gets right.
     """
     if not choices.open:
         return choices.default, RecipeSearch(note="every knob was given")
     read, length, shortage = _read(data, task.seed)
-    if shortage:
+    if held_out is not None:
+        part, judges = read, _read(held_out, task.seed)[0]
+    elif shortage:
         return choices.default, RecipeSearch(note=shortage)
-    held_out = read[_HELD_OUT - 1 :: _HELD_OUT]
-    part = [batch for i, batch in enumerate(read) if i % _HELD_OUT != _HELD_OUT - 1]
+    else:
+        part = [batch for i, batch in enumerate(read) if i % _HELD_OUT != _HELD_OUT - 1]
+        judges = read[_HELD_OUT - 1 :: _HELD_OUT]
     own_epochs = max(1, round(_LENGTH * epochs))
     part = part[: math.ceil(_LENGTH * epochs * length / own_epochs)]
     cost = own_epochs * len(part) / (epochs * length)  # of a trial
@@ -75,13 +79,13 @@ def find_recipe(
             if recipe not in trials:
                 bar.set_description(f"search at {cost * bar.total:.1f} × the cost of training: {recipe}")
                 model, _ = task.train(recipe, [(batch.arguments, batch.target) for batch in part], own_epochs)
-                trials[recipe] = _score(task, model, held_out, calibrated)
+                trials[recipe] = _score(task, model, judges, calibrated)
                 bar.update()
         best = min(trials, key=lambda recipe: trials[recipe])
     bar.close()
     found = tuple(Trial(recipe, score if score < math.inf else None) for recipe, score in trials.items())
-    samples, judges = sum(batch.size for batch in part), sum(batch.size for batch in held_out)
-    return best, RecipeSearch(found, own_epochs, samples, judges, cost * len(trials))
+    samples, judged = (sum(batch.size for batch in some) for some in (part, judges))
+    return best, RecipeSearch(found, own_epochs, samples, judged, cost * len(trials))
 
 
 def _read(data: Any, seed: int) -> tuple[list[Batch], int, str]:

@@ -59,6 +59,7 @@ def upgrade(
     model: nn.Module,
     *,
     data: Any,
+    held_out: Any = None,
     blocks: int | None = None,
     modules: Modules | None = None,
     loss: Loss | None = None,
@@ -84,12 +85,12 @@ def upgrade(
     exactly k blocks, jointly through each chain of layers; both are checked. `cx.record(result).options`
     says how (`UpgradedOptions`).
 
-    What is not given is searched: `learning_rate`, `smoothing`, `block_loss` and `partition`, one after the other, by
-    trials of two fifths of the epochs on four fifths of the samples, at most 20,000 of them being read, judged by the
-    loss on the others (without labels: by the distance to the dense model's outputs). A trial costs a third of the
-    training, and there are at most 7: up to 2.3 times the cost of the training itself, less for more data, nothing if
-    the three numbers are given. Below 500 samples or 10 batches the defaults hold.
-    `cx.record(result).options.search` has the trials, their scores and their cost.
+    The learning rate is searched by three trials of two fifths of the epochs on four fifths of the samples, at most
+    20,000 of them being read, judged by the loss on the others (without labels: by the distance to the dense model's
+    outputs). A trial costs a third of the training, so the search costs as much as the training itself, less for more
+    data. Below 500 samples or 10 batches the default holds. With `held_out`, smoothing, block loss and partition are
+    searched too, one after the other, each trial costing two fifths: at most 7, 2.8 times the training. What is given
+    is not searched. `cx.record(result).options.search` has the trials, their scores and their cost.
 
     Scale: ReLU networks can be rescaled neuron by neuron without change of function, which would move weights over any
     bound. Hidden neurons are therefore brought into balanced units first (see `separation/scale.py`) and never rescaled
@@ -101,17 +102,19 @@ def upgrade(
         modules: instead of `blocks`, what `discover` found, for blocks along them.
         data: batches that can be gone through again and again, as a `DataLoader`; (inputs, target) where there is a
             loss. Their order follows `seed` where it depends on PyTorch's random numbers.
+        held_out: batches that the model was *not* trained on, which judge trials of all knobs. None: a part of `data`
+            judges the learning rate alone, because samples that the model has seen speak for whatever changes it least.
         loss: loss(output, target). None: no labels; the model learns to return what the dense one returns.
         smoothing: share of each label that is spread over all classes; for a loss that takes probabilities in place of
-            labels, as cross-entropy does. None: searched (0, .1; default 0).
+            labels, as cross-entropy does. None: 0; with `held_out` 0 and .1 are tried.
         block_loss: weight of a second loss, the mean over blocks of what each alone would lose by a linear readout of
-            its own to the whole output. None: searched (0, 1, 3; default 1) for blocks that are made, where there is a
-            loss and one chain of linear layers leads to one vector per sample; else 0. Readouts are trained along and
-            then thrown away.
+            its own to the whole output. None: 1 for blocks that are made, where there is a loss and one chain of linear
+            layers leads to one vector per sample (with `held_out` 0 and 3 are tried too); else 0. Readouts are trained
+            along and then thrown away.
         metric: called with the model in evaluation mode after every epoch, for the history.
         epochs: how often training goes through the data.
-        learning_rate: the highest; it rises over the first tenth of the steps and falls to 0. None: searched (.005,
-            .01, .02; default .005).
+        learning_rate: the highest; it rises over the first tenth of the steps and falls to 0. None: .005, .01
+            and .02 are tried; .005 where they cannot be.
         null: "init" for what each layer was initialised from (`nulls.for_module`), one null, or a dict by parameter
             name. If the model was trained with weight decay pass the nulls `shrunk` by it.
         level: the strictest level at which nothing is annealed away; larger ones keep everything too.
@@ -123,9 +126,9 @@ def upgrade(
             there are blocks.
         partition: which neuron goes to which block. "regions" keeps inputs together that vary together, "spread" gives
             every block inputs of all kinds; "auto" takes regions where a layer that is not separated reads all blocks,
-            or tries both there if the learning rate is searched too, and spreads inputs where an output can read one
-            block only. Hidden neurons and outputs of linear layers follow: each goes where most of its variance is
-            explained (see `partitioning/assignment.py`). Also "random", or a `Partition`.
+            or with `held_out` tries both there, and spreads inputs where an output can read one block only. Hidden
+            neurons and outputs of linear layers follow: each goes where most of its variance is explained (see
+            `partitioning/assignment.py`). Also "random", or a `Partition`.
         seed: of everything that is drawn at random.
         checkpoint: a folder for the state of the run; called again after an interruption, the run goes on from there to
             the result it would have had. The recipe is in it; a search that was interrupted begins anew.
@@ -155,7 +158,7 @@ def upgrade(
     if seed < 0:
         raise InvalidOption(f"seed: expected a whole number from 0 on, got {seed}")
     model, notes = prepared(model, dense=True, finite=True)
-    data = repeatable(data)
+    data, held_out = repeatable(data), repeatable(held_out)
     with torch.random.fork_rng(devices=[]):  # whoever calls keeps their random numbers
         torch.manual_seed(seed)
         batch, some = next(batches(data)), []
@@ -169,7 +172,7 @@ def upgrade(
                 partitions = {"modules": module_partition(modules, dense, chains, batch)}
             else:
                 some = _some(data, chains, blocks or 1)
-                partitions = _partitions(partition, dense, chains, blocks, some, seed, learning_rate is None)
+                partitions = _partitions(partition, dense, chains, blocks, some, seed, held_out is not None)
         elif blocks is not None and partition.blocks != blocks:
             raise InvalidOption(f"blocks: expected {partition.blocks}, as the partition has, got {blocks}")
         else:
@@ -189,11 +192,12 @@ def upgrade(
         if smoothing and not logits:
             raise InvalidOption("smoothing: needs labels, and a loss that takes probabilities too, as cross-entropy")
         made_blocks = "modules" not in partitions and "given" not in partitions
+        several = 1 if held_out is None else None  # what the model has seen cannot judge how much it should forget
         choices = Choices(
             tuple(partitions),
             _RATES if learning_rate is None else (learning_rate,),
-            (_SMOOTHINGS if logits else (0.0,)) if smoothing is None else (smoothing,),
-            (_BLOCK_LOSSES if readable and made_blocks else (0.0,)) if block_loss is None else (block_loss,),
+            (_SMOOTHINGS if logits else (0.0,))[:several] if smoothing is None else (smoothing,),
+            (_BLOCK_LOSSES if readable and made_blocks else (0.0,))[:several] if block_loss is None else (block_loss,),
         )
         checkpoints, saved = None, None
         if checkpoint is not None:
@@ -207,7 +211,7 @@ def upgrade(
         if saved is None:
             with phase("fitting", progress):
                 task.fit(choices.partition[0])
-            recipe, found = find_recipe(task, choices, data, epochs, logits, progress)
+            recipe, found = find_recipe(task, choices, data, held_out, epochs, logits, progress)
         else:
             recipe, found = _searched(saved, checkpoint)
         student, history = task.train(
