@@ -28,7 +28,7 @@ IN_PYTHON = {
     "reorganize": {"example", "progress"},
     "compress": {"progress"},
     "validate": {"layers", "slices"},
-    "upgrade": {"data", "loss", "metric", "modules", "null", "progress"},
+    "upgrade": {"data", "held_out", "loss", "metric", "modules", "null", "progress"},
     "export": set(),
     "report": {"progress", "sweep"},
 }

@@ -58,7 +58,9 @@ def upgraded(request):
     loader, x, y = digits.data()
     torch.manual_seed(0)
     net = digits.train(build(), loader, 8, 1e-2).eval()
-    small = upgrade(net, blocks=2, data=loader, loss=F.cross_entropy, epochs=8, learning_rate=1e-2, **options)
+    small = upgrade(
+        net, blocks=2, data=loader, loss=F.cross_entropy, epochs=8, learning_rate=1e-2, smoothing=0, **options
+    )
     return net, small, weights, x, y
 
 

@@ -66,7 +66,7 @@ def test_every_head_of_the_split_network_is_as_good_as_dense(k):
     net = train(mlp(64 * k, 10 * k, 96), data, 8)
     found = cx.discover(net, data.draw(1500)[0])
     assert found.k == k
-    small = upgrade(net, modules=found, data=data, loss=heads, epochs=10)
+    small = upgrade(net, modules=found, data=data, loss=heads, epochs=10, learning_rate=5e-3)
     dense = train(net, data, 10)
     x, y = test.draw(4000)
     assert (accuracies(small, x, y) >= accuracies(dense, x, y) - 0.005).all()
@@ -90,7 +90,7 @@ def test_tasks_may_overlap_or_agree(shared, repeated):
     called = torch.from_numpy(found.shared.any(0))
     assert called.any() == bool(shared)
     assert (called & both).sum() >= 0.7 * called.sum()
-    small = upgrade(net, modules=found, data=data, loss=heads, epochs=10)
+    small = upgrade(net, modules=found, data=data, loss=heads, epochs=10, learning_rate=5e-3)
     dense = train(net, data, 10)
     x, y = test.draw(4000)
     assert (accuracies(small, x, y) >= accuracies(dense, x, y) - 0.01).all()

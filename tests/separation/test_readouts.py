@@ -69,9 +69,9 @@ def test_blocks_come_to_know_more_than_their_own_outputs():
         F.mse_loss(net(a), b).backward()
         optimizer.step()
     unknown = []
-    for weight in (0.0, None):
-        small = upgrade(net, blocks=2, data=data, loss=F.mse_loss, epochs=8, block_loss=weight)
-        assert cx.record(small).options.block_loss == (0.0 if weight == 0 else 1.0)
+    for weight in (0.0, 1.0):
+        small = upgrade(net, blocks=2, data=data, loss=F.mse_loss, epochs=8, block_loss=weight, learning_rate=5e-3)
+        assert cx.record(small).options.recipe.block_loss == weight
         labels = {group: np.array(own) for group, own in cx.record(small).options.labels[0].items()}
         with torch.no_grad():
             hidden = cx.restore(small)[:4](x)
@@ -90,8 +90,8 @@ def test_blocks_along_modules_are_left_to_their_own_tasks():
     loader, *_ = digits.data()
     net = digits.network()
     given = random_partition(find_chains(net, ignore=["4"]), 2)
-    small = upgrade(net, data=loader, loss=F.cross_entropy, epochs=1, partition=given)
-    assert cx.record(small).options.block_loss == 0.0
+    small = upgrade(net, data=loader, loss=F.cross_entropy, epochs=1, partition=given, learning_rate=5e-3)
+    assert cx.record(small).options.recipe.block_loss == 0.0
 
 
 @pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])

@@ -31,7 +31,7 @@ def upgraded(trained):
     net, loader, x, y = trained
     return upgrade(
         net, blocks=4, data=loader, loss=F.cross_entropy, metric=lambda m: digits.accuracy(m, x, y), epochs=15,
-        partition="spread", ignore="4",
+        partition="spread", ignore="4", **digits.RECIPE,
     )  # fmt: skip
 
 
@@ -97,7 +97,7 @@ def test_the_result_can_be_saved(trained, upgraded, tmp_path):
 
 def test_with_the_output_layer_the_whole_network_separates(trained):
     net, loader, x, _ = trained
-    small = upgrade(net, blocks=2, data=loader, loss=F.cross_entropy, epochs=4, partition="spread")
+    small = upgrade(net, blocks=2, data=loader, loss=F.cross_entropy, epochs=4, partition="spread", **digits.RECIPE)
     networks = cx.subnetworks(small)
     assert len(networks.parts) == 2
     assert sorted(torch.cat(networks.outputs).tolist()) == list(range(10))
@@ -132,7 +132,8 @@ def test_padding_is_not_learned():
 def test_without_labels_it_learns_what_the_dense_model_returns(trained):
     net, loader, x, y = trained
     images = [batch for batch, _ in loader]
-    one, many = (upgrade(net, blocks=2, data=images, epochs=n, ignore="4") for n in (1, 8))
+    options = {"ignore": "4", "learning_rate": 5e-3, "partition": "regions"}
+    one, many = (upgrade(net, blocks=2, data=images, epochs=n, **options) for n in (1, 8))
     with torch.no_grad():
         errors = [float((m(x) - net(x)).square().mean() / net(x).var()) for m in (one, many)]
     assert errors[1] < 0.15
@@ -143,7 +144,8 @@ def test_without_labels_it_learns_what_the_dense_model_returns(trained):
 def test_the_same_seed_gives_the_same_bits_and_leaves_no_trace(trained):
     net, loader, *_ = trained
     before, state = copy.deepcopy(net.state_dict()), torch.get_rng_state()
-    runs = [upgrade(net, blocks=2, data=loader, loss=F.cross_entropy, epochs=1, seed=s).state_dict() for s in (0, 0, 1)]
+    options = {"blocks": 2, "data": loader, "loss": F.cross_entropy, "epochs": 1, **digits.RECIPE}
+    runs = [upgrade(net, seed=s, **options).state_dict() for s in (0, 0, 1)]
     assert all(torch.equal(runs[0][n], runs[1][n]) for n in runs[0])
     assert any(runs[0][n].shape != t.shape or not torch.equal(runs[0][n], t) for n, t in runs[2].items())
     assert all(torch.equal(before[n], t) for n, t in net.state_dict().items())
@@ -159,7 +161,9 @@ def test_rescaled_hidden_neurons_do_not_help_over_the_bound(trained):
         scaled[0].bias.mul_(64)
         scaled[2].weight.div_(64)
     acting = [
-        cx.record(upgrade(n, blocks=2, data=loader, loss=F.cross_entropy, epochs=2)).options.history[-1].acting
+        cx.record(upgrade(n, blocks=2, data=loader, loss=F.cross_entropy, epochs=2, **digits.RECIPE))
+        .options.history[-1]
+        .acting
         for n in (net, scaled)
     ]
     assert acting[1] == pytest.approx(acting[0], abs=0.05)
@@ -201,7 +205,7 @@ def test_feed_forward_pairs_separate_inside_their_streams():
 def test_a_given_partition_is_kept(trained):
     net, loader, *_ = trained
     partition = random_partition(find_chains(net, ignore=["4"]), 2, seed=9)
-    small = upgrade(net, blocks=2, data=loader, loss=F.cross_entropy, epochs=1, partition=partition)
+    small = upgrade(net, blocks=2, data=loader, loss=F.cross_entropy, epochs=1, partition=partition, **digits.RECIPE)
     for (w, _), name in zip(separated(small), partition.layers, strict=True):
         assert not w[~partition.mask(name)].any()
     with pytest.raises(cx.InvalidOption, match="expected 2, as the partition has, got 3"):
@@ -281,6 +285,8 @@ def test_a_threshold_nobody_reaches_is_an_error():
         ({"blocks": 64}, "too few for 64 blocks"),
         ({"epochs": 0}, "epochs must be"),
         ({"learning_rate": -1.0}, "learning_rate must be"),
+        ({"smoothing": 1.0}, "smoothing must be"),
+        ({"smoothing": 0.1}, "smoothing: needs labels"),
         ({"level": 0.0}, "level must be"),
         ({"null": "guess"}, "null must be"),
         ({"null": {}}, "no null for 0.weight"),

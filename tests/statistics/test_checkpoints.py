@@ -33,14 +33,15 @@ def loss(output, target):
     return F.cross_entropy(output, target)
 
 loss.calls = 0
-upgrade(digits.network(0.2), blocks=4, data=loader, loss=loss, epochs=3, seed=5, ignore="5", checkpoint=sys.argv[1])
+given = {"epochs": 3, "seed": 5, "ignore": "5", **digits.RECIPE}
+upgrade(digits.network(0.2), blocks=4, data=loader, loss=loss, checkpoint=sys.argv[1], **given)
 """
 
 
 def run(folder=None, **options):
     """A network with dropout, so that random numbers matter beyond the order of batches."""
     loader, *_ = digits.data()
-    given = {"blocks": 4, "epochs": 3, "seed": 5, "ignore": "5", **options}
+    given = {"blocks": 4, "epochs": 3, "seed": 5, "ignore": "5", **digits.RECIPE, **options}
     return upgrade(digits.network(0.2), data=loader, loss=F.cross_entropy, checkpoint=folder, **given)
 
 

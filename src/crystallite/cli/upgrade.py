@@ -51,7 +51,8 @@ def run(options: argparse.Namespace, given: dict[str, Any]) -> int:
     if options.modules:
         given["modules"] = discover(model, read_data(options.data, options.batch))
     data, loss = _Shuffled(options.data, options.batch), _LOSSES[options.loss]
-    small = upgrade(model, data=data, loss=loss, progress=sys.stderr.isatty(), **given)
+    held_out = None if options.held_out is None else read_data(options.held_out, options.batch)
+    small = upgrade(model, data=data, held_out=held_out, loss=loss, progress=sys.stderr.isatty(), **given)
     found = record(small)
     upgraded: Any = found.options
     write_model(small, options.out, model, Path(options.model), {"blocks": upgraded.blocks, "level": upgraded.level})

@@ -50,8 +50,8 @@ def compress(
 
     Error is measured on everything the model returns, of outputs called logits on the probabilities that a softmax
     makes of them: wrap a model of which only a part is used, so that it returns that part alone. `cx.summary` says what
-    each layer became and its held-out error. Other kinds of layers and tied weights are left alone, and the summary says
-    why; a layer that runs several times in a call is fitted on all that it reads.
+    each layer became and its held-out error. Other kinds of layers and tied weights are left alone, and the summary
+    says why; a layer that runs several times in a call is fitted on all that it reads.
 
     Args:
         model: the model; it is not changed.

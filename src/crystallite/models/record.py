@@ -31,8 +31,11 @@ __all__ = [
     "LayerChange",
     "OperatorRecord",
     "Polish",
+    "Recipe",
+    "RecipeSearch",
     "Record",
     "StorableNull",
+    "Trial",
     "UpgradedOptions",
     "find_record",
     "record",
@@ -258,6 +261,50 @@ class Epoch:
 
 
 @dataclass(frozen=True)
+class Recipe:
+    """What an upgrade is trained with."""
+
+    partition: str  # "regions", "spread", "random", "modules", or "given"
+    learning_rate: float  # the highest
+    smoothing: float = 0.0  # share of each label that is spread over all classes
+    block_loss: float = 0.0  # weight of what blocks alone would lose
+
+    def __str__(self) -> str:
+        return (
+            f"{self.partition}, rate {self.learning_rate:g}, smoothing {self.smoothing:g}, "
+            f"block loss {self.block_loss:g}"
+        )
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A short training of an upgrade, and what it came to on samples it was not trained on: smaller is better."""
+
+    recipe: Recipe
+    score: float | None  # None: not a number
+
+
+@dataclass(frozen=True)
+class RecipeSearch:
+    """How the recipe of an upgrade was chosen."""
+
+    trials: tuple[Trial, ...] = ()
+    epochs: int = 0  # of each
+    trained_on: int = 0  # samples
+    held_out: int = 0  # samples that judged
+    cost: float = 0.0  # training steps of all trials, as a share of those of the upgrade itself
+    note: str = ""  # why nothing was tried, if so
+
+    def __str__(self) -> str:
+        if self.note:
+            return f"not searched: {self.note}"
+        return (
+            f"chosen from {len(self.trials)} trials by {self.held_out} held-out samples, at {self.cost:.1f} × the cost "
+            "of training"
+        )
+
+
+@dataclass(frozen=True)
 class UpgradedOptions:
     """How a model was upgraded; see `upgrade`."""
 
@@ -268,8 +315,8 @@ class UpgradedOptions:
     # nulls that hold the initial weights themselves, which whoever passed them has
     level: float
     thresholds: dict[str, float]  # by layer: what the null asks for at the level
-    learning_rate: float
-    block_loss: float
+    recipe: Recipe
+    search: RecipeSearch  # that chose it
     history: tuple[Epoch, ...]
     balanced: tuple[str, ...]  # layers whose inputs were brought into balanced units first
     strays: int  # weights of fragments beside the blocks that were set to zero at the end
@@ -290,7 +337,7 @@ class UpgradedOptions:
         return (
             f"upgraded to {self.blocks} blocks in {chains} chain{'s' * (chains > 1)}, "
             f"{len(self.history)} epochs: loss {first.loss:.4g} → {last.loss:.4g}{metric}, "
-            f"{last.acting:.0%} of the weights inside blocks act"
+            f"{last.acting:.0%} of the weights inside blocks act\n{self.recipe}; {self.search}"
         )
 
 

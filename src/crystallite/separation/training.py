@@ -23,7 +23,7 @@ from crystallite.statistics.output_error import relative_error
 from crystallite.statistics.trainer import Trainer
 from crystallite.statistics.watching import watching
 
-__all__ = ["Schedule", "ends_of", "train_"]
+__all__ = ["Schedule", "ends_of", "similarity", "train_"]
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 Metric = Callable[[nn.Module], float]
@@ -79,11 +79,13 @@ def train_(
     seed: int,
     checkpoints: Checkpoints | None,
     progress: bool,
+    state: Mapping[str, Any] | None = None,
 ) -> list[Epoch]:
     """Train the model in place, by a loss or without labels by likeness to the dense model; returns the history.
 
     gates, thresholds: of the layers that separate; ends: modules whose outputs are compared where there are no labels
-    (`ends_of`); readouts: of what blocks alone would say, which has the same loss.
+    (`ends_of`); readouts: of what blocks alone would say, which has the same loss; state: plain values that were found
+    out before and are kept in checkpoints, from before the first step on.
     Batches come in the same order for the same seed, if their order depends on nothing but PyTorch's random numbers,
     which are seeded here.
     Without labels the model runs in evaluation mode: dropout would be noise in what is to be matched.
@@ -93,8 +95,10 @@ def train_(
     parts = [model] if readouts is None else [model, readouts]
     parameters = [p for part in parts for p in part.parameters() if p.requires_grad]
     values = {f"{i}.{name}": value for i, part in enumerate(parts) for name, value in part.state_dict().items()}
-    record: dict[str, Any] = {"sum": 0.0, "history": []}  # loss of this epoch so far, epochs
+    record: dict[str, Any] = {"sum": 0.0, "history": [], **(state or {})}  # loss of this epoch so far, epochs
     trainer = Trainer(parameters, values, record, schedule.learning_rate, total, checkpoints)
+    if state and not trainer.step:
+        trainer.save(now=True)
     raised = _Gates(model, gates, thresholds)
     bar = tqdm(total=total, initial=trainer.step, unit="batch", disable=not progress)
     for epoch in range(trainer.step // length, schedule.epochs):
@@ -104,7 +108,7 @@ def train_(
             raised.raise_to(share)
             alone = torch.zeros(())
             if loss is None:
-                error = _similarity(model, dense, ends, batch)
+                error = similarity(model, dense, ends, batch)
             else:
                 error, alone = _loss(model, loss, readouts, batch)
             trainer.descend(error + schedule.block_loss * alone)
@@ -151,7 +155,7 @@ def _loss(model: nn.Module, loss: Loss, readouts: Readouts | None, batch: Batch)
     return error, torch.stack(said).mean() if said else torch.zeros_like(error)
 
 
-def _similarity(model: nn.Module, dense: nn.Module, ends: Sequence[str], batch: Batch) -> Tensor:
+def similarity(model: nn.Module, dense: nn.Module, ends: Sequence[str], batch: Batch) -> Tensor:
     """Squared error to the dense model relative to its variance: of the output, and on average of what ends return.
 
     Padded positions (an `attention_mask` of zeros) do not count.

@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from crystallite.annealing import nulls
 from crystallite.annealing.anneal import anneal
-from crystallite.core.errors import CrystalliteError, InvalidOption
+from crystallite.core.errors import CheckpointError, CrystalliteError, InvalidOption
 from crystallite.core.progress import phase
 from crystallite.core.suggest import check_choice, suggest_keywords
 from crystallite.data.batch import Batch, batches, repeatable
@@ -28,8 +28,9 @@ from crystallite.graph.trace import Mode, trace
 from crystallite.models.conv1d import turn_back_, turn_conv1d_
 from crystallite.models.manifest import source_sha256
 from crystallite.models.preparing import prepared
-from crystallite.models.record import StorableNull, UpgradedOptions, record, set_record_
+from crystallite.models.record import Recipe, RecipeSearch, StorableNull, UpgradedOptions, record, set_record_
 from crystallite.models.transformers_folder import write_config
+from crystallite.models.typed_json import from_plain, to_plain
 from crystallite.partitioning.assignment import assign_by_explained_variance
 from crystallite.partitioning.input_clusters import cluster_partition
 from crystallite.partitioning.partition import Partition, decorrelated_partition, joint_components, random_partition
@@ -37,16 +38,20 @@ from crystallite.partitioning.weights import owner, parameter, weight_of
 from crystallite.reorganization.blocks import clear_idle_, in_blocks
 from crystallite.separation.modules import module_partition
 from crystallite.separation.readouts import readouts_for
-from crystallite.separation.refit import refit_
 from crystallite.separation.scale import balance_
-from crystallite.separation.straight_through import attach_, harden_
-from crystallite.separation.training import Loss, Metric, Schedule, ends_of, train_
-from crystallite.statistics.checkpoints import Checkpoints
+from crystallite.separation.search import Choices, find_recipe
+from crystallite.separation.straight_through import harden_
+from crystallite.separation.task import Task, takes_probabilities
+from crystallite.separation.training import Loss, Metric, ends_of
+from crystallite.statistics.checkpoints import Checkpoints, State
 from crystallite.statistics.watching import layer_call
 
 __all__ = ["upgrade"]
 
 _ROWS = 4096  # of a batch, which say enough about how features vary together
+_RATES = (5e-3, 1e-2, 2e-2)  # the first ones hold where nothing can be tried
+_SMOOTHINGS = (0.0, 0.1)
+_BLOCK_LOSSES = (1.0, 0.0, 3.0)
 _SAMPLES = 8192  # rows that least squares reads, or four times the inputs of the widest block
 
 
@@ -55,12 +60,14 @@ def upgrade(
     model: nn.Module,
     *,
     data: Any,
+    held_out: Any = None,
     blocks: int | None = None,
     modules: Modules | None = None,
     loss: Loss | None = None,
     metric: Metric | None = None,
     epochs: int = 5,
-    learning_rate: float = 5e-3,
+    learning_rate: float | None = None,
+    smoothing: float | None = None,
     block_loss: float | None = None,
     null: str | nulls.Null | Mapping[str, nulls.Null] = "init",
     level: float = 0.001,
@@ -79,6 +86,13 @@ def upgrade(
     exactly k blocks, jointly through each chain of layers; both are checked. `cx.record(result).options`
     says how (`UpgradedOptions`).
 
+    The learning rate is searched by three trials of two fifths of the epochs on four fifths of the samples, at most
+    20,000 of them being read, judged by the loss on the others (without labels: by the distance to the dense model's
+    outputs). A trial costs a third of the training, so the search costs as much as the training itself, less for more
+    data. Below 500 samples or 10 batches the default holds. With `held_out`, smoothing, block loss and partition are
+    searched too, one after the other, each trial costing two fifths: at most 7, 2.8 times the training. What is given
+    is not searched. `cx.record(result).options.search` has the trials, their scores and their cost.
+
     Scale: ReLU networks can be rescaled neuron by neuron without change of function, which would move weights over any
     bound. Hidden neurons are therefore brought into balanced units first (see `separation/scale.py`) and never rescaled
     afterwards. Parameters with `requires_grad=False` stay as they are, except that layers to separate are fitted.
@@ -89,13 +103,19 @@ def upgrade(
         modules: instead of `blocks`, what `discover` found, for blocks along them.
         data: batches that can be gone through again and again, as a `DataLoader`; (inputs, target) where there is a
             loss. Their order follows `seed` where it depends on PyTorch's random numbers.
+        held_out: batches that the model was *not* trained on, which judge trials of all knobs. None: a part of `data`
+            judges the learning rate alone, because samples that the model has seen speak for whatever changes it least.
         loss: loss(output, target). None: no labels; the model learns to return what the dense one returns.
+        smoothing: share of each label that is spread over all classes; for a loss that takes probabilities in place of
+            labels, as cross-entropy does. None: 0; with `held_out` 0 and .1 are tried.
         block_loss: weight of a second loss, the mean over blocks of what each alone would lose by a linear readout of
             its own to the whole output. None: 1 for blocks that are made, where there is a loss and one chain of linear
-            layers leads to one vector per sample; else 0. Readouts are trained along and then thrown away.
+            layers leads to one vector per sample (with `held_out` 0 and 3 are tried too); else 0. Readouts are trained
+            along and then thrown away.
         metric: called with the model in evaluation mode after every epoch, for the history.
         epochs: how often training goes through the data.
-        learning_rate: at the start; it falls to 0.
+        learning_rate: the highest; it rises over the first tenth of the steps and falls to 0. None: .005, .01
+            and .02 are tried; .005 where they cannot be.
         null: "init" for what each layer was initialised from (`nulls.for_module`), one null, or a dict by parameter
             name. If the model was trained with weight decay pass the nulls `shrunk` by it.
         level: the strictest level at which nothing is annealed away; larger ones keep everything too.
@@ -107,13 +127,13 @@ def upgrade(
             there are blocks.
         partition: which neuron goes to which block. "regions" keeps inputs together that vary together, "spread" gives
             every block inputs of all kinds; "auto" takes regions where a layer that is not separated reads all blocks,
-            and spreads inputs where an output can read one block only. Hidden neurons and outputs of linear layers
-            follow: each goes where most of its variance is explained (see `partitioning/assignment.py`). Also
-            "random", or a `Partition`.
+            or with `held_out` tries both there, and spreads inputs where an output can read one block only. Hidden
+            neurons and outputs of linear layers follow: each goes where most of its variance is explained (see
+            `partitioning/assignment.py`). Also "random", or a `Partition`.
         seed: of everything that is drawn at random.
         checkpoint: a folder for the state of the run; called again after an interruption, the run goes on from there to
-            the result it would have had.
-        progress: a bar on standard error.
+            the result it would have had. The recipe is in it; a search that was interrupted begins anew.
+        progress: bars on standard error; that of the search says what it costs.
 
     Returns:
         A reorganized model of exactly k blocks, trained.
@@ -135,7 +155,7 @@ def upgrade(
         (2, 40)
     """
     made = partition if isinstance(partition, Partition) and blocks is None else None
-    _check((blocks, modules, made), epochs, learning_rate, block_loss, level)
+    _check((blocks, modules, made), epochs, learning_rate, smoothing, block_loss, level)
     if seed < 0:
         raise InvalidOption(f"seed: expected a whole number from 0 on, got {seed}")
     model, notes = prepared(model, dense=True, finite=True)
@@ -144,67 +164,71 @@ def upgrade(
             f"{half}: expected weights in float32 or bfloat16, got float16, in which steps of training get lost; pass "
             "model.float() or model.bfloat16(), and convert the result"
         )
-    data = repeatable(data)
+    data, held_out = repeatable(data), repeatable(held_out)
     with torch.random.fork_rng(devices=[]):  # whoever calls keeps their random numbers
         torch.manual_seed(seed)
-        batch = next(batches(data))
+        batch, some = next(batches(data)), []
         example = batch.arguments
         dense, turned = turn_conv1d_(copy.deepcopy(model).eval())
-        student = copy.deepcopy(dense)
         modes: Sequence[Mode] = ("evaluation",) if loss is None else ("evaluation", "training")  # that it runs in
-        found_or_given = modules is not None or isinstance(partition, Partition)
         if isinstance(partition, str):
             asked = None if targets is None else _patterns(targets)
             with phase("tracing", progress):
                 chains = find_chains(dense, asked, _patterns(ignore), example, modes)
             if modules is not None:
-                partition = module_partition(modules, dense, chains, batch)
+                partitions = {"modules": module_partition(modules, dense, chains, batch)}
             else:
-                partition = _partition(partition, dense, chains, blocks, data, seed)
+                some = _some(data, chains, blocks or 1)
+                partitions = _partitions(partition, dense, chains, blocks, some, seed, held_out is not None)
         elif blocks is not None and partition.blocks != blocks:
             raise InvalidOption(f"blocks: expected {partition.blocks}, as the partition has, got {blocks}")
-        blocks = partition.blocks
-        _check_copies(dense, partition)
+        else:
+            partitions = {"given": partition}
+        first = next(iter(partitions.values()))  # they differ in labels alone
+        for each in partitions.values():
+            _check_copies(dense, each)
         initial = _initial(model)
-        chosen = {parameter(name): _chosen(null, parameter(name), initial) for name in partition.layers}
-        thresholds = {name: chosen[parameter(name)].threshold(level) for name in partition.layers}
-        groups = neuron_groups(student, trace(student, example, modes)).values()
-        balanced = balance_(student, groups, initial | chosen, lambda: batch.call(student))
-        dense.load_state_dict(student.state_dict())  # the same function in the same units
-        readouts = None if loss is None or block_loss == 0 else readouts_for(dense, partition, batch)
-        if block_loss and readouts is None:
+        chosen = {parameter(name): _chosen(null, parameter(name), initial) for name in first.layers}
+        thresholds = {name: chosen[parameter(name)].threshold(level) for name in first.layers}
+        groups = neuron_groups(dense, trace(dense, example, modes)).values()
+        balanced = balance_(dense, groups, initial | chosen, lambda: batch.call(dense))  # the same function
+        some = some or _some(data, first.chains, first.blocks)
+        task = Task(dense, partitions, thresholds, ends_of(dense, first.chains, batch), loss, some, seed)
+        readable = loss is not None and readouts_for(dense, first, batch) is not None
+        if block_loss and not readable:
             raise InvalidOption("block_loss: needs a loss, and one chain of linear layers that leads to a vector each")
-        weight = (0.0 if readouts is None or found_or_given else 1.0) if block_loss is None else block_loss
-        schedule = Schedule(epochs, learning_rate, block_loss=weight)
-        checkpoints = None
+        logits = smoothing != 0 and _logits(loss, dense, batch)
+        if smoothing and not logits:
+            raise InvalidOption("smoothing: needs labels, and a loss that takes probabilities too, as cross-entropy")
+        made_blocks = "modules" not in partitions and "given" not in partitions
+        several = 1 if held_out is None else None  # what the model has seen cannot judge how much it should forget
+        choices = Choices(
+            tuple(partitions),
+            _RATES if learning_rate is None else (learning_rate,),
+            (_SMOOTHINGS if logits else (0.0,))[:several] if smoothing is None else (smoothing,),
+            (_BLOCK_LOSSES if readable and made_blocks else (0.0,))[:several] if block_loss is None else (block_loss,),
+        )
+        checkpoints, saved = None, None
         if checkpoint is not None:
             run_identity = {
-                "model": source_sha256(model), "partition": _fingerprint(partition), "level": level, "seed": seed,
-                "nulls": {name: repr(value) for name, value in chosen.items()}, "schedule": asdict(schedule),
-                "loss": loss is not None,
+                "model": source_sha256(model), "partition": [_fingerprint(one) for one in partitions.values()],
+                "level": level, "seed": seed, "nulls": {name: repr(value) for name, value in chosen.items()},
+                "epochs": epochs, "choices": asdict(choices), "loss": loss is not None,
             }  # fmt: skip
             checkpoints = Checkpoints(checkpoint, run_identity)
-        if checkpoints is None or checkpoints.latest() is None:
+            saved = checkpoints.latest()
+        if saved is None:
             with phase("fitting", progress):
-                refit_(student, dense, partition, _some(data, partition.chains, blocks))
-        gates = {}
-        for name in partition.layers:
-            student, gates[name] = attach_(student, name, partition)
-        history = train_(
-            student,
-            dense,
-            gates,
-            thresholds,
-            ends_of(dense, partition.chains, batch),
-            data,
-            loss,
-            metric,
-            schedule,
-            readouts if weight else None,
-            seed,
-            checkpoints,
-            progress,
-        )
+                task.fit(choices.partition[0])
+            recipe, found = find_recipe(task, choices, data, held_out, epochs, logits, progress)
+        else:
+            recipe, found = _searched(saved, checkpoint)
+        student, history = task.train(
+            recipe, data, epochs, fitted=saved is None, metric=metric,
+            state={"recipe": to_plain(Recipe, recipe), "search": to_plain(RecipeSearch, found)},
+            checkpoints=checkpoints, progress=progress,
+        )  # fmt: skip
+    partition = partitions[recipe.partition]
     for name in partition.layers:
         student = harden_(student, name)
     clear_idle_(student, partition.modules)
@@ -216,14 +240,14 @@ def upgrade(
     shared = {name: labels for name in partition.layers if (labels := partition.row_labels(name)) is not None}
     small = in_blocks(student, partition.modules, example, shared)
     options = UpgradedOptions(
-        blocks,
+        partition.blocks,
         tuple(chain.layers for chain in partition.chains),
         tuple({group: tuple(own.tolist()) for group, own in labels.items()} for labels in partition.labels),
-        {name: found for name, found in chosen.items() if isinstance(found, StorableNull)},
+        {name: own for name, own in chosen.items() if isinstance(own, StorableNull)},
         level,
         thresholds,
-        learning_rate,
-        weight,
+        recipe,
+        found,
         tuple(history),
         tuple(balanced),
         strays,
@@ -238,13 +262,18 @@ def _patterns(patterns: str | Sequence[str]) -> list[str]:
     return [patterns] if isinstance(patterns, str) else list(patterns)
 
 
-def _check(given: Sequence[Any], epochs: int, learning_rate: float, block_loss: float | None, level: float) -> None:
+def _check(
+    given: Sequence[Any], epochs: int, learning_rate: float | None, smoothing: float | None, block_loss: float | None,
+    level: float,
+) -> None:  # fmt: skip
     if sum(one is not None for one in given) != 1:
         raise InvalidOption("expected one of blocks=k, modules=what discover found, and a Partition")
     if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1:
         raise InvalidOption(f"epochs must be an integer of at least 1, got {epochs!r}")
-    if not 0 < learning_rate < float("inf"):
+    if learning_rate is not None and not 0 < learning_rate < float("inf"):
         raise InvalidOption(f"learning_rate must be a positive number, got {learning_rate!r}")
+    if smoothing is not None and not 0 <= smoothing < 1:
+        raise InvalidOption(f"smoothing must be a number from 0 to less than 1, got {smoothing!r}")
     if block_loss is not None and not 0 <= block_loss < float("inf"):
         raise InvalidOption(f"block_loss must be a number of at least 0, got {block_loss!r}")
     if not 0 < level < 1:
@@ -289,26 +318,51 @@ def _some(data: Any, chains: Sequence[Chain], blocks: int) -> list[Batch]:
     return found
 
 
+def _logits(loss: Loss | None, model: nn.Module, batch: Batch) -> bool:
+    """Whether the model's outputs are what labels of classes are compared with, by a loss that takes probabilities."""
+    if loss is None or batch.target is None:
+        return False
+    with torch.no_grad():
+        output = batch.call(model)
+    return takes_probabilities(loss, output, batch.target.to(output.device))
+
+
+def _searched(saved: State, source: Any) -> tuple[Recipe, RecipeSearch]:
+    """What a run had chosen before it was interrupted."""
+    try:
+        recipe, found = (saved.record[name] for name in ("recipe", "search"))
+        return from_plain(Recipe, recipe, "recipe"), from_plain(RecipeSearch, found, "search")
+    except (CrystalliteError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{source}: expected the recipe of a run, got {error!s:.200}") from None
+
+
 @torch.no_grad()
-def _partition(kind: str, model: nn.Module, chains: Sequence[Chain], blocks: Any, data: Any, seed: int) -> Partition:
+def _partitions(
+    kind: str, model: nn.Module, chains: Sequence[Chain], blocks: Any, some: Sequence[Batch], seed: int, several: bool
+) -> dict[str, Partition]:
+    """By name: one, or several where trials can decide between them, the one to take without trials first."""
     if kind == "random":
-        return random_partition(chains, blocks, seed)
+        return {kind: random_partition(chains, blocks, seed)}
     check_choice("partition", kind, ("auto", "regions", "spread", "random"), "a Partition")
-    some = _some(data, chains, blocks)
-    return assign_by_explained_variance(_inputs_shared_out(kind, model, chains, blocks, some, seed), model, some)
-
-
-def _inputs_shared_out(
-    kind: str, model: nn.Module, chains: Sequence[Chain], blocks: int, some: Sequence[Batch], seed: int
-) -> Partition:
-    """A partition that takes care of inputs; all others are shared out at random."""
     read = {c.layers[0]: torch.cat([_features(model, c.layers[0], b) for b in some]) for c in chains}
-    if kind == "regions":
-        return cluster_partition(chains, blocks, read, seed)
+    read_on = [chain for chain in chains if chain.read_on and not chain.tiles]
+    found = {}
+    if kind == "regions" or (kind == "auto" and read_on):
+        found["regions"] = _with_regions(chains if kind == "regions" else read_on, chains, blocks, read, seed)
+    if kind == "spread" or (kind == "auto" and (several or not read_on)):
+        found["spread"] = decorrelated_partition(chains, blocks, read, seed)
+    return {name: assign_by_explained_variance(one, model, some) for name, one in found.items()}
+
+
+def _with_regions(
+    some: Sequence[Chain], chains: Sequence[Chain], blocks: int, read: Mapping[str, Tensor], seed: int
+) -> Partition:
+    """Inputs of some chains in regions, those of the others spread; hidden neurons are shared out at random."""
+    regions = cluster_partition(some, blocks, read, seed)
+    if len(some) == len(chains):
+        return regions
     spread = decorrelated_partition(chains, blocks, read, seed)
-    apart = [chain for chain in chains if kind == "auto" and chain.read_on and not chain.tiles]
-    regions = cluster_partition(apart, blocks, read, seed)
-    chosen = dict(zip((chain.layers for chain in apart), regions.labels, strict=True))
+    chosen = dict(zip((chain.layers for chain in some), regions.labels, strict=True))
     labels = (chosen.get(c.layers, own) for c, own in zip(chains, spread.labels, strict=True))
     return Partition(spread.blocks, spread.chains, tuple(labels))
 
