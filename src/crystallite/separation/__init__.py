@@ -10,7 +10,7 @@ trained model, batches
                  └─ straight_through.py  the Neyman test inside the forward pass, its threshold rising to the null's
                       └─ training.py          learning rate and threshold over time; checkpoints of both
                            └─ task.py, search.py   all of that as one call; recipes tried on a part of the data
-                                └─ upgrade.py           harden, prove by `anneal` and `decompose`, `reorganize`, record
+                                └─ upgrade.py           harden, proof.py by `anneal` and `decompose`, blocks, record
 ```
 
 `update.py` is the paper's update rule: a global update shared out to the sub-operators. `transfer.py` carries tensors

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from crystallite.annealing import nulls
-from crystallite.annealing.anneal import anneal
 from crystallite.core.errors import CheckpointError, CrystalliteError, InvalidOption
 from crystallite.core.progress import phase
 from crystallite.core.suggest import check_choice, suggest_keywords
@@ -33,10 +32,11 @@ from crystallite.models.transformers_folder import write_config
 from crystallite.models.typed_json import from_plain, to_plain
 from crystallite.partitioning.assignment import assign_by_explained_variance
 from crystallite.partitioning.input_clusters import cluster_partition
-from crystallite.partitioning.partition import Partition, decorrelated_partition, joint_components, random_partition
-from crystallite.partitioning.weights import owner, parameter, weight_of
+from crystallite.partitioning.partition import Partition, decorrelated_partition, random_partition
+from crystallite.partitioning.weights import owner, parameter
 from crystallite.reorganization.blocks import clear_idle_, in_blocks
 from crystallite.separation.modules import module_partition
+from crystallite.separation.proof import drop_strays_, prove
 from crystallite.separation.readouts import readouts_for
 from crystallite.separation.scale import balance_
 from crystallite.separation.search import Choices, find_recipe
@@ -232,8 +232,8 @@ def upgrade(
     for name in partition.layers:
         student = harden_(student, name)
     clear_idle_(student, partition.modules)
-    strays = _drop_strays_(student, partition)
-    _prove(student, partition, chosen, level)
+    strays = drop_strays_(student, partition)
+    prove(student, partition, chosen, level)
     student = turn_back_(student, turned)
     student.train(model.training)
     student, _ = prepared(student)  # without states that modules have kept with their graph
@@ -375,44 +375,6 @@ def _features(model: nn.Module, name: str, batch: Batch) -> Tensor:
     by_features = isinstance(model.get_submodule(module), (nn.Linear, nn.RNNBase))
     rows = (x if by_features else x.movedim(1, -1)).flatten(0, -2)
     return rows[:: -(-len(rows) // _ROWS)]
-
-
-@torch.no_grad()
-def _drop_strays_(model: nn.Module, partition: Partition) -> int:
-    """Set weights of fragments to zero: of the components with one label only the largest is the block."""
-    dropped, wide = 0, partition.expanded
-    for chain, labels in zip(wide.chains, wide.labels, strict=True):
-        weights = {name: weight_of(model, name) for name in chain.layers}
-        components = joint_components(chain, {name: partition.expand(name, w.detach()) for name, w in weights.items()})
-        component, label = (np.concatenate([side[group] for group in chain.sizes]) for side in (components, labels))
-        sizes = np.bincount(component[component >= 0])
-        largest = [max(np.unique(component[(label == b) & (component >= 0)]), key=lambda c: sizes[c], default=-1)
-                   for b in range(int(label.max()) + 1)]  # fmt: skip
-        for name, weight in weights.items():
-            written = np.tile(components[chain.writes[name]], chain.tiling(name)[0])
-            stray = torch.from_numpy(~np.isin(written, largest)).to(weight.device)
-            dropped += int(torch.count_nonzero(weight[stray]))
-            weight[stray] = 0
-    return dropped
-
-
-def _prove(model: nn.Module, partition: Partition, chosen: Mapping[str, nulls.Null], level: float) -> None:
-    """Separation by the paper's own tests; a shared input is a column of its own for every block that reads it."""
-    for chain in partition.expanded.chains:
-        kept = {}
-        for name in chain.layers:
-            weight = weight_of(model, name).detach()
-            mask = anneal(
-                weight.flatten(1), chosen[parameter(name)], level=level, random_walk=None, rule="neyman", name=name
-            ).mask
-            assert torch.equal(mask.view_as(weight), weight != 0), f"{name}: annealing changes it"
-            kept[name] = partition.expand(name, mask.view_as(weight))
-        components = np.concatenate(list(joint_components(chain, kept).values()))
-        if (found := int(components.max(initial=-1)) + 1) != partition.blocks:
-            raise CrystalliteError(
-                f"{' → '.join(chain.layers)}: expected {partition.blocks} blocks, but {found} are left with weights: "
-                "the threshold was too much for the others; train for more epochs, or with a larger level"
-            )
 
 
 def _indices(chosen: np.ndarray) -> tuple[int, ...]:
