@@ -4,9 +4,9 @@
 An MLP of two hidden layers of 512 is trained for five epochs and then upgraded for five (the output layer left out),
 beside five more epochs of dense training, and beside `compress(blocks=4)` of the first five. Dense training has the
 best of three learning rates, with plain and with smoothed labels, each tried at full length by a network that was
-trained on four fifths of the data and is judged by the others; `upgrade` finds its recipe itself. "before" is `upgrade`
-as it was: rate 5e-3, block loss 1, no smoothing, regions. A seed draws the split into training and test samples too.
-Test samples choose nothing.
+trained on four fifths of the data and is judged by the others; `upgrade` finds its rate itself ("now"). "before" is
+`upgrade` as it was: rate 5e-3, block loss 1, no smoothing, regions. A seed draws the split into training and test
+samples too. Test samples choose nothing.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def main(arguments: list[str] | None = None) -> None:
             rows.append(measured(name, load(name, options.folder, seed), seed, dense))
             store("upgrade_elsewhere", rows)
             print(rows[-1], flush=True)
-    figures = [key for key, value in rows[0].items() if isinstance(value, float)]
+    figures = [key for key, value in rows[-1].items() if isinstance(value, float) and all(key in row for row in rows)]
     table = []
     for name in dict.fromkeys(row["data"] for row in rows):
         own = [row for row in rows if row["data"] == name]
