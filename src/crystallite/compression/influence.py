@@ -21,7 +21,7 @@ from crystallite.statistics.layer_io import matrix_of
 __all__ = ["influence"]
 
 _SAMPLES = 2048  # or as many sums of the outputs of fewer samples
-_DRAWS = 16  # of signs for each sample, at most: few long texts say as much as many short ones
+_DRAWS = 8  # of signs for each output, at most
 _LEAST = 1e-2  # what any direction is taken to matter, as a share of the mean
 
 
@@ -36,14 +36,12 @@ def influence(session: Session, progress: bool = False) -> dict[str, Tensor]:
     names = [name for name, unit in session.units.items() if _can_be_weighed(unit.module, name in session.uncut)]
     sums: dict[str, Tensor] = {}
     rng, samples, known = torch.Generator().manual_seed(session.seed), 0, sum(b.size for b in session.data.fitted)
-    draws = min(max(_SAMPLES // known, 1), _DRAWS)
     for batch in tqdm(session.data.fitted if names else (), "weighing", disable=not progress):
         if samples >= _SAMPLES:
             break
         samples += batch.size
-        for _ in range(draws):
-            for name, rows in _gradients(session.dense, names, batch, rng).items():
-                sums[name] = sums.get(name, 0) + (rows.T @ rows).double()
+        for name, rows in _gradients(session.dense, names, batch, rng, _SAMPLES * batch.size / known).items():
+            sums[name] = sums.get(name, 0) + (rows.T @ rows).double()
     return {name: _root(total) for name, total in sums.items() if float(total.trace()) > 0}
 
 
@@ -58,8 +56,10 @@ def _root(total: Tensor) -> Tensor:
     return torch.linalg.cholesky(scaled)
 
 
-def _gradients(model: nn.Module, names: Sequence[str], batch: Batch, rng: torch.Generator) -> dict[str, Tensor]:
-    """(rows, outputs) of each layer."""
+def _gradients(
+    model: nn.Module, names: Sequence[str], batch: Batch, rng: torch.Generator, wanted: float
+) -> dict[str, Tensor]:
+    """(rows, outputs) of each layer; wanted: sums of outputs, several of each where there are fewer outputs."""
     written: dict[str, list[Tensor]] = {name: [] for name in names}
 
     def keep(name: str) -> Callable[..., None]:
@@ -75,26 +75,35 @@ def _gradients(model: nn.Module, names: Sequence[str], batch: Batch, rng: torch.
         stack.enter_context(step_by_step(model))
         stack.enter_context(torch.enable_grad())
         found = judged(batch.run(model, gradients=True))
-        total: Any = 0.0
+        judged_rows = []
         for value in found.values():
             if value.requires_grad and value.ndim:
                 rows = value.reshape(-1, value.shape[-1])[real_rows(batch, value.shape[:-1], value.numel(), 0)]
-                rows = _single(rows)
-                signs = torch.randint(2, rows.shape, generator=rng).to(rows) * 2 - 1
-                total = total + (rows * signs).sum() / rows.detach().std().clamp_min(torch.finfo(rows.dtype).tiny)
+                judged_rows.append(_single(rows))
         asked = [(name, one) for name, some in written.items() for one in some]
-        if not asked or not isinstance(total, Tensor):
+        if not asked or not judged_rows:
             return {}
-        try:
-            gradients = torch.autograd.grad(total, [one for _, one in asked], allow_unused=True)
-        except RuntimeError:  # the model writes into what gradients would need, as RWKV rescales its weights
-            return {}
+        draws = min(max(int(wanted / max(map(len, judged_rows))), 1), _DRAWS)
+        gradients: list[tuple[str, Tensor]] = []
+        for draw in range(draws):
+            total = torch.stack([_signed_sum(rows, rng) for rows in judged_rows]).sum()
+            wanted_for = [one for _, one in asked]
+            try:
+                own = torch.autograd.grad(total, wanted_for, retain_graph=draw + 1 < draws, allow_unused=True)
+            except RuntimeError:  # the model writes into what gradients would need, as RWKV rescales its weights
+                return {}
+            gradients += [(name, one) for (name, _), one in zip(asked, own, strict=True) if one is not None]
     result: dict[str, list[Tensor]] = {}
-    for (name, _), gradient in zip(asked, gradients, strict=True):
-        if gradient is not None:
-            rows = _single(gradient.reshape(-1, gradient.shape[-1]))
-            result.setdefault(name, []).append(rows[rows.isfinite().all(1)])  # half precision has few numbers
+    for name, gradient in gradients:
+        rows = _single(gradient.reshape(-1, gradient.shape[-1]))
+        result.setdefault(name, []).append(rows[rows.isfinite().all(1)])  # half precision has few numbers
     return {name: torch.cat(parts) for name, parts in result.items()}
+
+
+def _signed_sum(rows: Tensor, rng: torch.Generator) -> Tensor:
+    """A sum of outputs with random signs, in units of how much they vary."""
+    signs = torch.randint(2, rows.shape, generator=rng).to(rows) * 2 - 1
+    return (rows * signs).sum() / rows.detach().std().clamp_min(torch.finfo(rows.dtype).tiny)
 
 
 def _single(rows: Tensor) -> Tensor:

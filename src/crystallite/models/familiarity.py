@@ -81,8 +81,9 @@ def describe(
     True
     """
     present = [name for name in names if name in dict(model.named_modules())]
-    chosen = list(dict.fromkeys(present[round(i * (len(present) - 1) / (_LAYERS - 1))] for i in range(_LAYERS)))
-    sums: dict[str, list[Any]] = {name: [0, 0.0, 0.0] for name in chosen if present}
+    spread = range(_LAYERS if present else 0)
+    chosen = list(dict.fromkeys(present[round(i * (len(present) - 1) / (_LAYERS - 1))] for i in spread))
+    sums: dict[str, list[Any]] = {name: [0, 0.0, 0.0] for name in chosen}
 
     def add(read: dict[str, _Read]) -> None:
         for name, each in read.items():
