@@ -8,8 +8,9 @@ from hypothesis import HealthCheck, settings
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
 
-# Where small networks are trained: one thread is quickest, and does not wait for a second one on a busy machine.
-TRAINING = {"compression", "discovery", "monitoring", "separation", "statistics", "validation"}
+# Rooms whose kernels have threads of their own. Elsewhere networks are small: one thread is quickest, and two workers do
+# not wait for each other's.
+THREADED = {"analysis", "annealing", "operators", "serving", "structure", "weights"}
 
 
 # One worker has all tests of a file, whose fixtures take long; those of Ray start several nodes, so one has them all.
@@ -24,7 +25,7 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(scope="module", autouse=True)
 def threads(request):
     before = torch.get_num_threads()
-    if request.path.parent.name in TRAINING or request.path.parent.name in ("tests", "cli", "demo", "export", "models"):
+    if request.path.parent.name not in THREADED:
         torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)

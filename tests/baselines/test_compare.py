@@ -18,7 +18,7 @@ ONNX = [name for name in METHODS if "ONNX" in name]
 
 @pytest.fixture(scope="module")
 def pair():
-    net = perceptron(hidden=48, alive=16)
+    net = perceptron(hidden=48, alive=24)  # a share of .3 does all they do
     return net, cx.compress(net, budget=0.3, calibration=data(256, 2))
 
 
@@ -43,7 +43,7 @@ def test_integer_targets_are_classes(rows):
     assert {row.measure for row in rows.values()} == {"accuracy"}
     assert rows["dense"].quality == 1
     assert rows["fitted"].quality > 0.95
-    assert rows["magnitude"].quality == 1  # two thirds of the neurons do nothing
+    assert rows["magnitude"].quality == 1  # half of the neurons do nothing
     assert rows["random blocks"].quality < 0.9
 
 
