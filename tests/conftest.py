@@ -10,7 +10,7 @@ settings.load_profile("any machine")
 
 # Rooms whose kernels have threads of their own. Elsewhere networks are small: one thread is quickest, and two workers do
 # not wait for each other's.
-THREADED = {"analysis", "annealing", "operators", "serving", "structure", "weights"}
+THREADED = {"analysis", "annealing", "serving", "structure", "weights"}
 
 
 # One worker has all tests of a file, whose fixtures take long; those of Ray start several nodes, so one has them all.
