@@ -76,7 +76,7 @@ def row(threads: int, batch: int, cls: type[nn.RNNBase], hears: Edges, repeats: 
         "ideal": ideal,
         "of ideal": speed_up / ideal,
         "wanted": WANTED if hears in (independent, triangular) else None,
-        "pays": str(blocks.pays),
+        "is faster": str(blocks.is_faster),
         "difference": difference,
     }
 
