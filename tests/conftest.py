@@ -8,8 +8,8 @@ from hypothesis import HealthCheck, settings
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
 
-# Rooms whose kernels have threads of their own. Elsewhere networks are small: one thread is quickest, and two workers do
-# not wait for each other's.
+# Rooms whose kernels have threads of their own. Elsewhere networks are small: one thread is quickest, and two workers
+# do not wait for each other's.
 THREADED = {"analysis", "annealing", "serving", "structure", "weights"}
 
 
