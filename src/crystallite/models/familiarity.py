@@ -22,6 +22,7 @@ __all__ = ["Unfamiliar", "describe", "known_inputs", "score_always_", "scoring",
 _LAYERS = 4  # that are looked at, from the first to the last
 _DIRECTIONS = 32  # in which what a layer reads is looked at
 _USUAL = 0.99  # of the samples held out count as familiar
+_LEAST_USUAL = 0.1  # that a sample may score at least
 _LEAST = 1e-6  # of the mean variance, that a direction is taken to have at least
 
 
@@ -68,8 +69,9 @@ def describe(
     """What some of these layers read on the data that a model was fitted on, in some hundred numbers each.
 
     Of what a layer reads, 32 sums are looked at, always the same: they have a mean and a covariance. A sample scores
-    the mean over its positions of the squared distance from that mean, in units of that covariance. It may score so
-    much that 99 % of the samples held out do not in any layer.
+    the mean over its positions of the squared distance from that mean, in units of that covariance, above its usual
+    value and times the root of the number of positions. It may score so much that 99 % of the samples held out do not
+    in any layer.
 
     >>> _ = torch.manual_seed(0)
     >>> net, x = nn.Sequential(nn.Linear(8, 2)), torch.randn(200, 8)
@@ -107,8 +109,8 @@ def describe(
     if not scores:
         return ()
     every = torch.cat(scores, 1)
-    usual = every.quantile(_USUAL, 1).clamp_min(torch.finfo(torch.float32).tiny)
-    usual = usual * (every / usual[:, None]).amax(0).quantile(_USUAL)  # in all layers together
+    usual = every.quantile(_USUAL, 1).clamp_min(_LEAST_USUAL)
+    usual = usual * (every / usual[:, None]).amax(0).quantile(_USUAL).clamp_min(1)  # in all layers together
     return tuple(replace(one, usual=most) for one, most in zip(known, usual.tolist(), strict=True))
 
 
@@ -136,7 +138,7 @@ def score_always_(model: nn.Module, known: Sequence[Familiar], done: Callable[[s
 
         def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
             if args and isinstance(args[0], Tensor) and args[0].ndim:
-                done(one.layer, distance.mean_square(_by_sample(module, args[0], len(args[0]), None)) / one.usual)
+                done(one.layer, distance.excess(_by_sample(module, args[0], len(args[0]), None)) / one.usual)
 
         return hook
 
@@ -214,7 +216,7 @@ def _familiar(name: str, count: int, total: Tensor, squares: Tensor) -> Familiar
 
 def _scores(known: Sequence[_Distance], read: dict[str, _Read]) -> Tensor:
     """(layers, samples)."""
-    return torch.stack([one.mean_square(read[one.layer]) for one in known])
+    return torch.stack([one.excess(read[one.layer]) for one in known])
 
 
 @dataclass(frozen=True)
@@ -237,8 +239,11 @@ class _Distance:
             raise CheckpointError(f"{known.layer}: what it read is no covariance; save the model again")
         return cls(known.layer, torch.tensor(known.mean), torch.cholesky_inverse(root).float())
 
-    def mean_square(self, read: _Read) -> Tensor:
-        """(samples,) over the positions of each, for each direction."""
-        away = read.sums - self.mean
+    def excess(self, read: _Read) -> Tensor:
+        """(samples,) by how much the mean square over positions is above what it was, in units of its spread.
+
+        The mean of more positions spreads less, as one over the root of their number.
+        """
+        away, count = read.sums - self.mean, read.real.sum(1).clamp_min(1)
         squares = ((away @ self.inverse) * away).sum(2) * read.real
-        return squares.sum(1) / read.real.sum(1).clamp_min(1) / len(self.mean)
+        return (squares.sum(1) / count / len(self.mean) - 1) * count.sqrt()
