@@ -11,6 +11,7 @@ from crystallite.core.errors import CheckpointError
 from crystallite.data.batch import Batch, batches
 from crystallite.models.familiarity import Unfamiliar, describe, known_inputs, scoring, unfamiliar
 from crystallite.models.record import Familiar
+from crystallite.operators.low_rank import LowRankConv
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +90,16 @@ def test_convolutions_are_looked_at_channel_by_channel():
     small = cx.compress(net, list(torch.randn(400, 3, 8, 8).split(50)), budget=0.6)
     assert unfamiliar(small, torch.randn(200, 3, 8, 8)).share < 0.1
     assert unfamiliar(small, torch.randn(200, 3, 8, 8) + 2).share > 0.9
+
+
+def test_convolutions_of_low_rank_read_channels_too_at_any_size():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(24, 24, 3, padding=1), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    small = cx.compress(net, list(torch.randn(200, 24, 9, 9).split(50)), budget=0.4)
+    assert isinstance(small[0], LowRankConv)
+    assert [len(one.mean) for one in known_inputs(small)] == [24]
+    assert unfamiliar(small, torch.randn(50, 24, 13, 30)).share < 0.2
+    assert unfamiliar(small, torch.randn(50, 24, 13, 30) + 2).share > 0.9
 
 
 def test_what_is_no_covariance_is_refused_by_name():

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from crystallite.core.errors import CheckpointError
 from crystallite.data.batch import Batch, batches, evaluating
 from crystallite.models.record import CompressedOptions, Familiar, find_record
-from crystallite.operators.conv import Convolution
+from crystallite.operators.conv import BlockConv, Convolution
+from crystallite.operators.low_rank import LowRankConv
 
 __all__ = ["Unfamiliar", "describe", "known_inputs", "score_always_", "scoring", "unfamiliar"]
 
@@ -186,7 +187,7 @@ def _reading(model: nn.Module, names: Sequence[str], done: Callable[[dict[str, _
 
 def _by_sample(module: nn.Module, value: Tensor, samples: int, mask: Any) -> _Read:
     """Where the first axis does not count samples, all of it is taken to belong to each of them."""
-    if isinstance(module, Convolution):
+    if isinstance(module, Convolution | LowRankConv | BlockConv):
         value = value.movedim(-1 - len(module.kernel_size), -1)
     leading, width = value.shape[:-1], value.shape[-1]
     sums = value.float() @ _directions(width).to(value.device)
