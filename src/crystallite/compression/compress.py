@@ -11,6 +11,7 @@ import numpy as np
 from torch import nn
 
 from crystallite.compression.decoders.in_memory import compress_decoder, small_layers
+from crystallite.compression.decoders.run import DecoderOptions
 from crystallite.compression.guarantee import cheapest, check_tolerance, sample_losses, set_aside
 from crystallite.compression.model_fit import ModelFit, change_options_
 from crystallite.core.errors import InvalidOption
@@ -120,8 +121,9 @@ def compress(
     data, aside = Calibration.read(calibration, widest, polish_steps > 0), ()
     if tolerance is not None:
         data, aside = set_aside(data, seed)  # type: ignore[assignment]
+    patterns = [(p,) if isinstance(p, str) else tuple(p) for p in (targets, ignore)]
     if budget is not None and objective in ("macs", "parameters") and not polish_steps:
-        small = compress_decoder(model, data, budget, objective, form, ridge, seed, targets, ignore, progress)
+        small = compress_decoder(model, data, DecoderOptions(budget, objective, form, ridge, seed, *patterns), progress)
         if small is not None:
             return _finished(small, model, notes, [*small_layers(small)], data)
     if form == "uniform":
@@ -170,8 +172,8 @@ def _finished(
 
 
 def _check(
-    budget: float | None, blocks: int | None, joint: bool, tolerance: float | None, objective: str, form: str, ridge: float,
-    polish_steps: int, checkpoint: Any,
+    budget: float | None, blocks: int | None, joint: bool, tolerance: float | None, objective: str, form: str,
+    ridge: float, polish_steps: int, checkpoint: Any,
 ) -> None:  # fmt: skip
     given = {"budget": budget, "blocks": blocks, "tolerance": tolerance}
     if sum(value is not None for value in given.values()) != 1:

@@ -1,4 +1,4 @@
-"""One decoder layer made smaller: every layer in it that adds to the stream is fitted to what the dense stream is there.
+"""One decoder layer made smaller: layers in it that add to the stream are fitted to what the dense stream is there.
 
 Inputs come from the layers that are smaller already. So each makes good, as far as it can, for what was lost before it.
 """

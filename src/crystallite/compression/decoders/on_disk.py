@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import save_file
 from torch import nn
 
 from crystallite.compression.decoders.layer_fit import FittedLayer
-from crystallite.compression.decoders.run import DecoderFit, as_tokens, in_chunks, record_of
+from crystallite.compression.decoders.run import DecoderOptions, as_tokens, fit_decoder
 from crystallite.compression.decoders.stack import Stack
 from crystallite.compression.decoders.workspace import Workspace
-from crystallite.core.errors import InvalidOption
 from crystallite.core.files import write_file, writing
-from crystallite.core.suggest import matching
 from crystallite.data.calibration import Calibration
 from crystallite.models.layered_folder import LayeredFolder, describe_layer, named, write_layered
-from crystallite.models.layers import find_units
+from crystallite.models.record import Record
 
 __all__ = ["compress_folder"]
 
@@ -63,42 +61,19 @@ class _Disk:
 
 
 def compress_folder(
-    folder: Path, data: Calibration, out: Path, *, budget: float, objective: str, form: str, ridge: float, seed: int,
-    targets: str | Sequence[str], ignore: str | Sequence[str], work: Path, progress: bool,
-) -> None:  # fmt: skip
+    folder: Path, data: Calibration, out: Path, options: DecoderOptions, work: Path, progress: bool
+) -> Record:
     """Write a folder with a smaller model; a run that was killed goes on from what it has left in `work`."""
     source = LayeredFolder.open(folder)
-    stack = Stack(source.model, source.name)
-    fitted, held_out = (in_chunks([as_tokens(b) for b in some]) for some in (data.fitted, data.held_out))
-    units = find_units(source.model, ["*"], [])
-    asked = {*matching([unit.name for unit in units], targets, ignore)}
-    kept = {
-        n: [name for name, _ in layer.named_modules() if name and f"{stack.layer_name(n)}.{name}" not in asked]
-        for n, layer in enumerate(stack.layers)
-    }
-    tensors = [b.named["input_ids"] for b in (*fitted, *held_out)]
-    options = {
-        "budget": budget, "objective": objective, "form": form, "ridge": ridge, "seed": seed,
-        "targets": list(targets), "ignore": list(ignore),
-    }  # fmt: skip
-    state = Workspace(work / "state")
-    state.check_identity({"model": source.identity, "tokens": [[*t.shape, int(t.sum())] for t in tensors], **options})
-    layers = _Disk(source, work)
-    fit = DecoderFit(stack, layers, (*fitted, *held_out), len(held_out), form, ridge, seed, state, kept, progress)
-    numbers = sum(p.numel() for p in source.model.parameters())
-    total = numbers if objective == "parameters" else sum(unit.macs for unit in units)
-    probes = fit.probe()
-    try:
-        plan = fit.plan(probes, total, budget * total)
-    except InvalidOption as error:
-        raise InvalidOption(f'budget {budget:g} cannot be reached with form="{form}": {error}') from None
-    done = dict(fit.fit(probes, plan))
-    record = record_of(fit, units, done, budget, objective, asked.__contains__)
-    sizes: list[tuple[int, int]] = []
-    if form == "uniform":
-        groups = {key: group.size for parts in fit.found_parts for key, group in parts.groups.items()}
-        sizes = [(groups[key], size) for key, size in plan.sizes[0].items()]
-    modules = [layers.told(n)["modules"] for n in range(fit.count)]
-    shards = {n: layers.shard(n) for n in range(fit.count)}
-    write_layered(source, out, shards, modules, record, sizes, {"model": str(folder), **options})
+    tensors = [b.named["input_ids"] for b in map(as_tokens, data.all)]
+    state, plain = Workspace(work / "state"), vars(options)
+    tokens = [[*t.shape, int((t.double() * torch.arange(1, t.numel() + 1).view(t.shape)).sum())] for t in tensors]
+    state.check_identity({"model": source.identity, "tokens": tokens, **plain})
+    stack, layers = Stack(source.model, source.name), _Disk(source, work)
+    record, shared = fit_decoder(stack, layers, data, options, state, progress)
+    numbers = range(len(stack.layers))
+    modules = [layers.told(n)["modules"] for n in numbers]
+    shards = {n: layers.shard(n) for n in numbers}
+    write_layered(source, out, shards, modules, record, shared, {"model": str(folder), **plain})
     shutil.rmtree(work)
+    return record

@@ -17,15 +17,18 @@ from crystallite.compression.decoders.sensitivity import LayerProbe, back_throug
 from crystallite.compression.decoders.share_out import SizeCurve, share_out
 from crystallite.compression.decoders.stack import Call, Stack
 from crystallite.compression.decoders.workspace import Workspace
+from crystallite.compression.whole_cost import NOT_ASKED
 from crystallite.core.errors import InvalidOption
+from crystallite.core.suggest import matching
 from crystallite.data.batch import Batch
+from crystallite.data.calibration import Calibration
 from crystallite.data.outputs import judged
 from crystallite.graph.neuron_groups import NeuronGroup
-from crystallite.models.layers import Unit, change
+from crystallite.models.layers import Unit, change, find_units
 from crystallite.models.record import CompressedOptions, LayerChange, OperatorRecord, Record
 from crystallite.statistics.output_error import relative_error
 
-__all__ = ["DecoderFit", "Layers", "Plan"]
+__all__ = ["DecoderFit", "DecoderOptions", "Layers", "Plan", "as_tokens", "fit_decoder"]
 
 _CHUNK = 4096  # positions that are run at once
 _PROBED = 8192  # positions from which sizes are chosen
@@ -46,6 +49,19 @@ class Layers(Protocol):
     def written(self, number: int) -> FittedLayer | None:
         """What was made of a layer before the run was interrupted, if so."""
         ...
+
+
+@dataclass(frozen=True)
+class DecoderOptions:
+    """What was asked for; see `compress`."""
+
+    budget: float
+    objective: str
+    form: str
+    ridge: float
+    seed: int
+    targets: tuple[str, ...]
+    ignore: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -268,22 +284,46 @@ def changes_of(
         yield change(unit, became, macs=macs, parameters=macs + biases, share=macs / unit.macs)
 
 
-def record_of(
-    fit: DecoderFit, units: Sequence[Unit], fitted: Mapping[int, FittedLayer], budget: float, objective: Any,
-    asked: Callable[[str], bool],
-) -> Record:  # fmt: skip
-    """The record of the whole run."""
+@torch.no_grad()
+def fit_decoder(
+    stack: Stack, layers: Layers, data: Calibration, options: DecoderOptions, work: Workspace, progress: bool
+) -> tuple[Record, list[tuple[int, int]]]:
+    """Probe, allot and fit; what became of every layer, and sizes before and after that all layers share."""
+    fitted, held_out = (in_chunks([as_tokens(b) for b in some]) for some in (data.fitted, data.held_out))
+    units = find_units(stack.model, ["*"], [])
+    asked = {*matching([unit.name for unit in units], options.targets, options.ignore)}
+    kept = {
+        n: [name for name, _ in layer.named_modules() if name and f"{stack.layer_name(n)}.{name}" not in asked]
+        for n, layer in enumerate(stack.layers)
+    }
+    fit = DecoderFit(
+        stack, layers, (*fitted, *held_out), len(held_out), options.form, options.ridge, options.seed, work, kept,
+        progress,
+    )  # fmt: skip
+    if options.objective == "parameters":
+        total = sum(p.numel() for p in stack.model.parameters())
+    else:
+        total = sum(unit.macs for unit in units)
+    probes = fit.probe()
+    try:
+        plan = fit.plan(probes, total, options.budget * total)
+    except InvalidOption as error:
+        raise InvalidOption(f'budget {options.budget:g} with form="{options.form}": {error}') from None
+    done = dict(fit.fit(probes, plan))
     parts = next(iter(fit.found_parts), LayerParts())
 
     def alone(name: str) -> str:
-        return "" if asked(name) else "not asked for by targets= and ignore="
+        inside = name.removeprefix(f"{stack.name}.").partition(".")[2]
+        if name not in asked:
+            return NOT_ASKED
+        return parts.alone.get(inside, "") or f'nothing of it may go with form="{options.form}"'
 
-    def why(name: str) -> str:
-        inside = name.removeprefix(f"{fit.stack.name}.").partition(".")[2]
-        return alone(name) or parts.alone.get(inside, "") or "nothing of it may go"
-
-    options = CompressedOptions(
-        fit.ridge, fit.seed, fit.output_error(), budget=budget, objective=objective, form=fit.form,  # type: ignore[arg-type]
-        heads_kept={name: reason for name, reason in parts.alone.items() if ":" in name},
+    made = CompressedOptions(
+        options.ridge, options.seed, fit.output_error(), budget=options.budget, objective=options.objective,  # type: ignore[arg-type]
+        form=options.form, heads_kept={name: why for name, why in parts.alone.items() if ":" in name},  # type: ignore[arg-type]
     )  # fmt: skip
-    return Record(options, tuple(changes_of(units, fit.stack, fitted, why)))
+    shared = []
+    if options.form == "uniform":
+        before = {key: group.size for found in fit.found_parts for key, group in found.groups.items()}
+        shared = [(before[key], size) for key, size in plan.sizes[0].items()]
+    return Record(made, tuple(changes_of(units, stack, done, alone))), shared
