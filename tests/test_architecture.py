@@ -57,7 +57,7 @@ ADAPTED_IN = {
     "sklearn": {"demo/digits.py"},
     "starlette": {"serving/app.py"},
     "torch_pruning": {"baselines/torch_pruning.py"},
-    "transformers": {"models/transformers_folder.py", "monitoring/huggingface.py"},
+    "transformers": {"data/text.py", "models/transformers_folder.py", "monitoring/huggingface.py"},
     "uvicorn": {"serving/http_server.py"},
 }
 

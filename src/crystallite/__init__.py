@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     )
     from crystallite.core.maps import Embedding, Permutation, Projection
     from crystallite.core.tables import Table
+    from crystallite.data.text import Texts, texts
     from crystallite.discovery import Modules, discover
     from crystallite.export.onnx import Exported, export
     from crystallite.models.artifact import load, save
@@ -94,6 +95,7 @@ __all__ = [
     "Subnetworks",
     "Sweep",
     "Table",
+    "Texts",
     "UpgradedOptions",
     "Verdict",
     "WriteError",
@@ -120,6 +122,7 @@ __all__ = [
     "subnetworks",
     "summary",
     "sweep",
+    "texts",
     "upgrade",
     "validate",
 ]
@@ -138,6 +141,7 @@ _HOME = {
         "WriteError",
         "core.maps": "Embedding Permutation Projection",
         "core.tables": "Table",
+        "data.text": "Texts texts",
         "discovery": "Modules discover",
         "export.onnx": "Exported export",
         "models.artifact": "load save",

@@ -89,3 +89,49 @@ def test_what_does_not_fit_is_refused(metric, output, target, message):
 def test_a_metric_needs_targets():
     with pytest.raises(InvalidOption, match="needs a target"):
         RunningMetric(as_metric("accuracy")).add(Batch(0, 2), torch.zeros(2, 2))
+
+
+def language_data(samples=6, length=9, vocabulary=7):
+    torch.manual_seed(0)
+    return torch.randn(samples, length, vocabulary), torch.randint(vocabulary, (samples, length))
+
+
+@pytest.mark.parametrize("at_once", [1, 1 << 22])
+def test_perplexity_is_that_of_all_tokens(monkeypatch, at_once):
+    monkeypatch.setattr("crystallite.validation.metrics._AT_ONCE", at_once)
+    logits, ids = language_data()
+    mask = torch.ones_like(ids)
+    mask[0, 4:] = 0  # tokens count, not samples
+    running = RunningMetric(as_metric("perplexity"))
+    for i in range(0, 6, 4):
+        named = {"input_ids": ids[i : i + 4], "attention_mask": mask[i : i + 4]}
+        running.add(Batch(i, len(ids[i : i + 4]), named=named), {"logits": logits[i : i + 4]})
+    real = mask[:, 1:].bool()
+    loss = F.cross_entropy(logits[:, :-1][real].double(), ids[:, 1:][real])
+    assert running.done()[0] == pytest.approx(loss.exp().item(), rel=1e-5)
+
+
+def test_a_perplexity_drops_by_a_share():
+    logits, ids = language_data()
+    both = [RunningMetric(as_metric("perplexity")) for _ in range(2)]
+    for running, scale in zip(both, (1.0, 2.0), strict=True):
+        running.add(Batch(0, 6, (ids,)), logits * scale)
+    result = RunningMetric.compare(*both)
+    assert result.drop == pytest.approx(result.reorganized / result.original - 1)
+    assert np.exp(result.losses.mean()) - 1 == pytest.approx(result.drop)
+    assert result.among(np.ones(6, bool)) == pytest.approx([result.original, result.reorganized])
+
+
+@pytest.mark.parametrize(
+    ("output", "ids", "message"),
+    [
+        (torch.zeros(2, 5), torch.zeros(2, 5, dtype=int), "expected logits"),
+        (torch.zeros(2, 5, 3), torch.full((2, 5), 3), "token 3 is beyond the 3"),
+        (torch.zeros(2, 1, 3), torch.zeros(2, 1, dtype=int), "at least two tokens"),
+    ],
+)
+def test_what_has_no_perplexity_is_refused(output, ids, message):
+    with pytest.raises(InvalidOption, match=message):
+        RunningMetric(as_metric("perplexity")).add(Batch(0, 2, (ids,)), output)
+    with pytest.raises(InvalidOption, match="needs a target"):
+        RunningMetric(as_metric("perplexity")).add(Batch(0, 2, (torch.zeros(2, 5),)), output)

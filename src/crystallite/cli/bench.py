@@ -7,10 +7,9 @@ from typing import Any
 
 from crystallite.baselines.compare import compare, table
 from crystallite.cli import bench_serve
-from crystallite.cli.running import open_dense, print_result
+from crystallite.cli.running import open_calibration, open_data, open_dense, print_result
 from crystallite.compression.compress import compress
 from crystallite.core.errors import InvalidOption
-from crystallite.data.files import read_data
 
 __all__ = ["run"]
 
@@ -23,7 +22,8 @@ def run(options: argparse.Namespace, given: dict[str, Any]) -> int:
         if name in ("budget", "calibration", "data") and value is None:
             raise InvalidOption(f"--baselines needs --{name}")
     size = 32 if options.batch is None else options.batch
-    calibration, data = (read_data(path, size) for path in (options.calibration, options.data))
+    calibration = open_calibration(options, options.baselines, size)
+    data = open_data(options, options.baselines, size)
     model = open_dense(options.baselines, options.weights).eval()
     budget, metric = given.pop("budget"), given.pop("metric", None)
     small = compress(model, calibration, budget=budget, **given)

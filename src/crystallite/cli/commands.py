@@ -9,12 +9,14 @@ from crystallite.cli.options import Command, Option
 from crystallite.cli.shared_options import (
     ANNEALING,
     BATCH,
+    CALIBRATION,
     CHECKPOINT,
     CHECKPOINT_FILE,
     DATA,
     DATA_NOTE,
     IGNORE,
     JSON,
+    LENGTH,
     LEVEL,
     MODEL,
     MODEL_NOTE,
@@ -24,6 +26,7 @@ from crystallite.cli.shared_options import (
     SEED,
     SHAPE,
     TARGETS,
+    TOKENS,
     WEIGHTS,
     swept_level,
 )
@@ -95,7 +98,9 @@ _COMPRESS = Command(
         MODEL,
         OUT,
         WEIGHTS,
-        replace(DATA, name="calibration", help="inputs to fit to: .npz or .safetensors"),
+        CALIBRATION,
+        LENGTH,
+        TOKENS,
         BATCH,
         Option("budget", "share of the layers' cost to keep, above 0 and up to 1", float, metavar="SHARE"),
         Option("blocks", "number of independent blocks that every layer becomes", int, metavar="K"),
@@ -121,6 +126,7 @@ _COMPRESS = Command(
     one_of=("--budget", "--blocks", "--tolerance"),
     example=f"""\
   crystallite compress ./my-hf-model --budget 0.5 --calibration tokens.safetensors --out small
+  crystallite compress ./my-hf-model --budget 0.8 --calibration prose.txt --calibration code.txt --out small
   crystallite compress my_package.models:build --tolerance 0.05 --calibration inputs.npz --out small
 
 {MODEL_NOTE}
@@ -135,6 +141,7 @@ _VALIDATE = Command(
         Option("reorganized", "folder that reorganize, compress or upgrade wrote", Path, metavar="SMALL",
                takes="argument", own=True),
         DATA,
+        LENGTH,
         WEIGHTS,
         BATCH,
         *RULES,
@@ -146,6 +153,7 @@ _VALIDATE = Command(
     example=f"""\
   crystallite validate my_package.models:build small --data held_out.npz --metric accuracy --max-drop 0.01
   crystallite validate ./my-hf-model small --data tokens.safetensors --levels default --json > verdict.json
+  crystallite validate ./my-decoder small --data held_out.txt --metric perplexity --max-drop 0.1
 
 {DATA_NOTE}
 The verdict is printed and, where SMALL has a manifest, kept in it. Exit code 0: passed, 1: failed, 2: bad input.
@@ -159,6 +167,7 @@ _UPGRADE = Command(
         MODEL,
         OUT,
         DATA,
+        LENGTH,
         WEIGHTS,
         Option("blocks", "number of blocks to make", int, metavar="K"),
         Option("modules", "split along the functional modules that the data show", takes="nothing", own=True,
@@ -169,8 +178,8 @@ _UPGRADE = Command(
         Option("learning_rate", "highest learning rate (default: found by short trials)", float),
         Option("smoothing", "share of each label spread over classes (default: 0, or found with --held-out)", float),
         Option("block_loss", "weight of the loss of each block alone (default: 1, or found with --held-out)", float),
-        Option("held_out", "data that MODEL was not trained on, by which trials of all of these are judged", Path,
-               own=True, metavar="FILE"),
+        replace(DATA, name="held_out", required=False,
+                help="data that MODEL was not trained on, by which trials of all of these are judged"),
         replace(BATCH, default=128),
         replace(LEVEL, type=float, default=0.001, help="level of the Neyman test that all weights must pass"),
         Option("partition", "how neurons are shared out to blocks", default="auto",
@@ -201,6 +210,7 @@ _EXPORT = Command(
         Option("out", "file to write; must not exist", Path, metavar="FILE.onnx", takes="argument", own=True,
                must_be="new"),
         DATA,
+        LENGTH,
         Option("past", "write one step of a decoder's generation: keys and values of past tokens go in, those of all "
                "come out", takes="nothing", default=False),
         Option("int8", "store the weights of linear layers as 8-bit integers", takes="nothing", default=False),
@@ -293,12 +303,13 @@ _BENCH = Command(
         replace(SHAPE, needs="--serve"),
         Option("budget", "share of the layers' multiply-adds that all methods may keep", float, metavar="SHARE",
                needs="--baselines"),
-        replace(DATA, name="calibration", help="inputs to fit to: .npz or .safetensors", required=False,
-                needs="--baselines"),
+        replace(CALIBRATION, required=False, needs="--baselines"),
         replace(DATA, help="other inputs to judge by, with `labels` if there are", required=False,
                 needs="--baselines"),
+        replace(LENGTH, needs="--baselines"),
+        replace(TOKENS, needs="--baselines"),
         Option("metric", "quality to compare (default: accuracy with labels, else cosine to the dense model)",
-               choices=("accuracy", "agreement", "cosine", "loss", "retrieval"), needs="--baselines"),
+               choices=("accuracy", "agreement", "cosine", "loss", "perplexity", "retrieval"), needs="--baselines"),
         replace(WEIGHTS, needs="--baselines"),
         replace(TARGETS, needs="--baselines"),
         replace(IGNORE, needs="--baselines"),

@@ -83,11 +83,12 @@ class Command:
             for other in option.excludes:
                 if other in named:
                     raise InvalidOption(f"{word} and {other} do not go together; pass one of them")
-            path = given[option.key]
-            if option.must_be == "new" and Path(path).exists():
-                raise InvalidOption(f"{path}: exists already; choose another name or remove it")
-            if option.must_be == "there" and not Path(path).is_file():
-                raise InvalidOption(f"{path}: no such file")
+            value = given[option.key]
+            for path in value if isinstance(value, list) else [value]:
+                if option.must_be == "new" and Path(path).exists():
+                    raise InvalidOption(f"{path}: exists already; choose another name or remove it")
+                if option.must_be == "there" and not Path(path).is_file():
+                    raise InvalidOption(f"{path}: no such file")
 
     def keywords(self, given: dict[str, Any]) -> dict[str, Any]:
         """What was given of the function's own keywords, and nothing else."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from crystallite.cli.running import open_dense, print_result
+from crystallite.cli.running import open_calibration, open_dense, print_result
 from crystallite.models.opening import write_model
 from crystallite.models.summary import summary
 
@@ -28,12 +28,11 @@ def run(options: argparse.Namespace, given: dict[str, Any]) -> int:
 def run_compress(options: argparse.Namespace, given: dict[str, Any]) -> int:
     """Compress and save; 0, or 1 if no layer became smaller."""
     from crystallite.compression.compress import compress
-    from crystallite.data.files import read_data
 
-    calibration = read_data(options.calibration, options.batch)
+    calibration = open_calibration(options, options.model, options.batch)
     model = open_dense(options.model, options.weights)
     small = compress(model, calibration, progress=sys.stderr.isatty(), **given)
-    return _saved(options, model, small, {**given, "calibration": options.calibration})
+    return _saved(options, model, small, {**given, "calibration": ", ".join(map(str, options.calibration))})
 
 
 def _saved(options: argparse.Namespace, model: nn.Module, small: nn.Module, given: dict[str, Any]) -> int:

@@ -5,21 +5,41 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from crystallite.data.files import read_data
+from crystallite.data.text import Texts
 from crystallite.models.opening import open_model
 from crystallite.reorganization.restore import restore
 
-__all__ = ["open_dense", "print_result"]
+__all__ = ["open_calibration", "open_data", "open_dense", "print_result"]
 
 
 def open_dense(source: str, weights: Path | None) -> nn.Module:
     """The model that the command line names; a reorganized one with its layers dense again."""
     model = open_model(source, weights)
     return restore(model) if hasattr(model, "reorganization") else model
+
+
+def open_data(options: argparse.Namespace, model: str, batch: int, name: str = "data") -> Iterable[Any]:
+    """The data that an option names; text is read with the tokenizer in the model's folder, and said how much it is."""
+    return _said(read_data(getattr(options, name), batch, model, length=options.length))
+
+
+def open_calibration(options: argparse.Namespace, model: str, batch: int) -> Iterable[Any]:
+    """The same for what is fitted to, of which a part is needed to judge by."""
+    limits = {"length": options.length, "tokens": options.tokens, "least": 2}
+    return _said(read_data(options.calibration, batch, model, **limits))
+
+
+def _said(data: Iterable[Any]) -> Iterable[Any]:
+    if isinstance(data, Texts):
+        print(data, file=sys.stderr)
+    return data
 
 
 def print_result(result: Any, plain: Any, options: argparse.Namespace, source: str | None = None) -> None:

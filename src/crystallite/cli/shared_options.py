@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 
 from crystallite.cli.options import Option
@@ -10,12 +11,14 @@ from crystallite.cli.options import Option
 __all__ = [
     "ANNEALING",
     "BATCH",
+    "CALIBRATION",
     "CHECKPOINT",
     "CHECKPOINT_FILE",
     "DATA",
     "DATA_NOTE",
     "IGNORE",
     "JSON",
+    "LENGTH",
     "LEVEL",
     "MODEL",
     "MODEL_NOTE",
@@ -26,6 +29,7 @@ __all__ = [
     "SEED",
     "SHAPE",
     "TARGETS",
+    "TOKENS",
     "WEIGHTS",
     "swept_level",
 ]
@@ -48,6 +52,13 @@ def swept_level(text: str) -> float | str:
         raise argparse.ArgumentTypeError(f"{expected}, got {text!r}") from None
 
 
+def _number_or_auto(text: str) -> float | str:
+    try:
+        return text if text == "auto" else float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f'expected a number or "auto", got {text!r}') from None
+
+
 MODEL = Option(
     "model",
     "transformers folder, folder that crystallite wrote, package.module:factory or file.py:factory",
@@ -63,9 +74,17 @@ OUT = Option(
     must_be="new",
 )  # fmt: skip
 DATA = Option(
-    "data", "arrays to run the model on: .npz or .safetensors", Path, metavar="FILE", own=True, required=True,
-    must_be="there",
+    "data", "inputs to run the model on: .npz, .safetensors, or plain text; text files may be repeated", Path,
+    metavar="FILE", takes="repeated", own=True, required=True, must_be="there",
 )  # fmt: skip
+CALIBRATION = replace(
+    DATA, name="calibration",
+    help="inputs to fit to: .npz, .safetensors, or plain text; text files may be repeated, which mixes them",
+)  # fmt: skip
+LENGTH = Option(
+    "length", "tokens in a window of text (default: 512, or the most that the model takes)", int, metavar="N", own=True
+)
+TOKENS = Option("tokens", "tokens of text to fit to, spread evenly over it", int, 2**15, metavar="N", own=True)
 BATCH = Option("batch", "samples to run at once", int, 64, metavar="N", own=True)
 JSON = Option("json", "print everything as JSON on standard output", takes="nothing", own=True, default=False)
 TARGETS = Option(
@@ -105,12 +124,14 @@ CHECKPOINT_FILE = Option(
 )  # fmt: skip
 RULES = (
     Option(
-        "metric", "quality of the task that may not drop; needs labels in the data",
-        choices=("accuracy", "loss", "retrieval"),
+        "metric", "quality of the task that may not drop; needs labels in the data, but for perplexity",
+        choices=("accuracy", "loss", "retrieval", "perplexity"),
     ),
-    Option("max_drop", "largest drop of the metric that is accepted, in its units", float, 0.01, needs="--metric"),
+    Option("max_drop", "largest drop of the metric that is accepted, in its units; of perplexity, as a share", float,
+           0.01, needs="--metric"),
     Option("min_agreement", "smallest share of samples that must keep their argmax", float),
-    Option("max_relative_deviation", "largest relative deviation of an output that is accepted", float, 0.1),
+    Option("max_relative_deviation", 'largest relative deviation of an output that is accepted; "auto" is 0.1, or none '
+           "with --metric perplexity", _number_or_auto, "auto", metavar="DEVIATION"),
     Option("quantile", "share of the samples that must keep to the largest deviation", float, 1.0),
     Option("confidence", "confidence with which a drop or an agreement must be shown", float, 0.95),
 )  # fmt: skip
@@ -120,6 +141,7 @@ that returns an nn.Module when called without arguments: package.module:factory,
 that code, which is yours: a file of weights alone does not say how a model computes.
 """
 DATA_NOTE = """\
-A data file holds `inputs`, or the model's keyword arguments by name, and `labels` where they are needed; the first axis
-counts samples.
+A file of arrays holds `inputs`, or the model's keyword arguments by name, and `labels` where they are needed; the first
+axis counts samples. Any other file is text in UTF-8: it is read with the tokenizer in the model's folder, for a causal
+language model as windows of --length tokens, for others paragraph by paragraph.
 """

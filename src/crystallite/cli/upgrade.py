@@ -5,15 +5,15 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 
-from crystallite.cli.running import open_dense, print_result
+from crystallite.cli.running import open_data, open_dense, print_result
 from crystallite.core.errors import InvalidOption
-from crystallite.data.files import read_data
 from crystallite.discovery import discover
 from crystallite.models.opening import write_model
 from crystallite.models.record import record
@@ -28,12 +28,20 @@ _LOSSES: dict[str, Any] = {"cross-entropy": F.cross_entropy, "mse": F.mse_loss, 
 class _Shuffled:
     """Batches of a file in a new order for every epoch."""
 
-    def __init__(self, path: Path, batch: int) -> None:
-        self.samples, self.batch = read_data(path, 1), batch
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.samples, self.batch = list(open_data(options, options.model, 1)), options.batch
 
     def __iter__(self) -> Iterator[Any]:
         for some in torch.randperm(len(self.samples)).split(self.batch):
-            yield torch.utils.data.default_collate([_alone(self.samples[i]) for i in some.tolist()])
+            yield _joined([_alone(self.samples[i]) for i in some.tolist()])
+
+
+def _joined(samples: list[Any]) -> Any:
+    """Samples as one batch; texts differ in length, and are padded."""
+    if isinstance(samples[0], dict) and len({value.shape for sample in samples for value in sample.values()}) > 1:
+        pad = partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
+        return {name: pad([sample[name] for sample in samples]) for name in samples[0]}
+    return torch.utils.data.default_collate(samples)
 
 
 def _alone(sample: Any) -> Any:
@@ -49,9 +57,11 @@ def run(options: argparse.Namespace, given: dict[str, Any]) -> int:
         raise InvalidOption(f"--batch must be at least 1, got {options.batch}")
     model = open_dense(options.model, options.weights)
     if options.modules:
-        given["modules"] = discover(model, read_data(options.data, options.batch))
-    data, loss = _Shuffled(options.data, options.batch), _LOSSES[options.loss]
-    held_out = None if options.held_out is None else read_data(options.held_out, options.batch)
+        given["modules"] = discover(model, open_data(options, options.model, options.batch))
+    data, loss = _Shuffled(options), _LOSSES[options.loss]
+    held_out = None
+    if options.held_out is not None:
+        held_out = open_data(options, options.model, options.batch, "held_out")
     small = upgrade(model, data=data, held_out=held_out, loss=loss, progress=sys.stderr.isatty(), **given)
     found = record(small)
     upgraded: Any = found.options

@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from crystallite.cli.running import open_dense, print_result
+from crystallite.cli.running import open_data, open_dense, print_result
 from crystallite.core.errors import InvalidOption
-from crystallite.data.files import read_data
 from crystallite.models.manifest import is_saved
 from crystallite.models.transformers_folder import open_pretrained
 from crystallite.validation.run import validate
@@ -17,7 +16,7 @@ __all__ = ["run"]
 
 def run(options: argparse.Namespace, given: dict[str, Any]) -> int:
     """Print the verdict; 0 if the reorganized model passed, 1 if it failed."""
-    data = read_data(options.data, options.batch)
+    data = open_data(options, options.original, options.batch)
     if given.get("levels") == ["default"]:
         given["levels"] = "default"
     elif "default" in given.get("levels", ()):

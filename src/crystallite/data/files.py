@@ -1,9 +1,9 @@
-"""Calibration and test data from files of arrays."""
+"""Calibration and test data from files: arrays, or plain text and the tokenizer of the model."""
 
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,48 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from crystallite.core.errors import CheckpointError, InvalidOption
+from crystallite.data.text import texts
 
 __all__ = ["read_data"]
 
+_ARRAYS = (".npz", ".npy", ".safetensors")
 
-def read_data(path: Path, batch: int) -> list[Any]:
-    """The batches of a file of arrays: `inputs`, or keyword arguments by name, and `labels` if there are any."""
+
+def read_data(
+    paths: Path | Sequence[Path],
+    batch: int,
+    model: str | Path = "",
+    *,
+    length: int | None = None,
+    tokens: int | None = None,
+    least: int = 1,
+) -> Iterable[Any]:
+    """The batches of a file of arrays (`inputs`, or keyword arguments by name, and `labels` if any), or of text files.
+
+    model: the folder with the tokenizer that text is read with. length, tokens, least: of text, as for `texts`.
+    """
     if batch < 1:
         raise InvalidOption(f"--batch must be at least 1, got {batch}")
+    files = [paths] if isinstance(paths, Path) else list(paths)
+    arrays = [path for path in files if path.suffix in _ARRAYS or _holds_arrays(path)]
+    if not arrays:
+        return texts(files, Path(model), length=length, tokens=tokens, batch=batch, least=least)
+    if len(files) > 1:
+        raise InvalidOption(f"{arrays[0]}: expected one file of arrays, or several of text, got {len(files)} files")
+    if length is not None:
+        raise InvalidOption(f"--length is that of text; the arrays in {files[0]} have their own")
+    return _read_arrays(files[0], batch)
+
+
+def _holds_arrays(path: Path) -> bool:
+    """Whether a file of some other name begins as NumPy's do."""
+    if not path.is_file():
+        raise InvalidOption(f"{path}: no such file")
+    with path.open("rb") as stream:
+        return stream.read(6).startswith((b"PK\x03\x04", b"\x93NUMPY"))
+
+
+def _read_arrays(path: Path, batch: int) -> list[Any]:
     if not path.is_file():
         raise InvalidOption(f"{path}: no such file")
     arrays = _arrays(path)

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from crystallite.core.errors import InvalidOption
 from crystallite.core.suggest import check_choice
 from crystallite.data.batch import Batch
-from crystallite.data.outputs import main_output, tensors
+from crystallite.data.outputs import equal_up_to_rounding, main_output, tensors
 
-__all__ = ["METRICS", "Metric", "MetricResult", "RunningMetric", "as_metric"]
+__all__ = ["METRICS", "Metric", "MetricResult", "RunningMetric", "as_metric", "check_causal", "read_tokens"]
 
+_AT_ONCE = 1 << 22  # logits that are looked at together
 _IGNORED = -100  # the label of positions that do not count, as everywhere in PyTorch
 
 
@@ -27,12 +28,17 @@ class Metric:
 
     measure: (output, target) → one value per sample, or one number for the batch. `finish` turns what all batches gave
     and all targets into one value per sample, for a metric that looks at samples together.
+
+    of_tokens: `measure` gives Σ −log p and the number of tokens of each sample, (samples, 2). The metric is the
+    exponential of their ratio over all samples, and what it loses is a share of it. Without labels, the tokens that the
+    model reads are the target.
     """
 
     name: str
     measure: Callable[[Any, Tensor], Any]
     greater_is_better: bool = True
     finish: Callable[[Tensor, Tensor], Tensor] | None = None
+    of_tokens: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,18 +51,32 @@ class MetricResult:
     reorganized: float
     values: np.ndarray  # (2, samples or batches)
     per_sample: bool
+    tokens: np.ndarray | None = None  # (samples,) of a metric of tokens, whose values are then −log p of each
 
     @property
     def drop(self) -> float:
-        """By how much the reorganized system is worse; negative if it is better."""
-        loss = self.original - self.reorganized
+        """By how much the reorganized system is worse; negative if it is better. Of a metric of tokens, as a share."""
+        return self.drop_between(self.original, self.reorganized)
+
+    def drop_between(self, original: float, reorganized: float) -> float:
+        """By how much one result is worse than another."""
+        if self.tokens is not None:
+            return reorganized / original - 1
+        loss = original - reorganized
         return loss if self.greater_is_better else -loss
 
     @property
     def losses(self) -> np.ndarray:
-        """(samples or batches,) by how much each is worse."""
+        """(samples or batches,) by how much each is worse; long samples of a metric of tokens count for more."""
         loss = self.values[0] - self.values[1]
-        return loss if self.greater_is_better else -loss
+        loss = loss if self.greater_is_better else -loss
+        return loss if self.tokens is None else loss * self.tokens / self.tokens.mean()
+
+    def among(self, chosen: np.ndarray) -> list[float]:
+        """The metric of both systems over some of the samples."""
+        if self.tokens is None:
+            return self.values[:, chosen].mean(1).tolist()
+        return np.exp(np.average(self.values[:, chosen], axis=1, weights=self.tokens[chosen])).tolist()
 
     def __str__(self) -> str:
         return f"{self.name} {self.original:.4g} → {self.reorganized:.4g}"
@@ -69,8 +89,8 @@ def as_metric(metric: str | Metric | Callable[[Any, Tensor], Any] | None) -> Met
     ('accuracy', True)
     >>> as_metric("f1")
     Traceback (most recent call last):
-    crystallite.core.errors.InvalidOption: metric must be one of accuracy, loss, retrieval or a function of (output,
-    target), got 'f1'
+    crystallite.core.errors.InvalidOption: metric must be one of accuracy, loss, retrieval, perplexity or a function of
+    (output, target), got 'f1'
     """
     if metric is None or isinstance(metric, Metric):
         return metric
@@ -91,23 +111,27 @@ class RunningMetric:
 
     def add(self, batch: Batch, output: Any) -> None:
         """What the system returned on a batch."""
-        if batch.target is None:
+        target = read_tokens(batch) if self.metric.of_tokens and batch.target is None else batch.target
+        if target is None:
             raise InvalidOption(
                 f"the metric {self.metric.name} needs a target for every sample: give data as (inputs, target), or "
                 'as dicts with "labels"'
             )
-        value = torch.as_tensor(self.metric.measure(output, batch.target)).detach().cpu().double()
+        value = torch.as_tensor(self.metric.measure(output, target)).detach().cpu().double()
         if value.ndim and len(value) != batch.size:
             raise InvalidOption(
                 f"the metric {self.metric.name} must give one number, or one for each of the {batch.size} samples of "
                 f"a batch, got shape {tuple(value.shape)}"
             )
         self._values.append(value)
-        self._targets += [batch.target.cpu()] if self.metric.finish else []
+        self._targets += [target.cpu()] if self.metric.finish else []
         self._sizes.append(batch.size)
 
     def done(self) -> tuple[float, np.ndarray]:
         """The metric over all samples, and its value for each of them (or for each batch)."""
+        if self.metric.of_tokens:
+            found, tokens = torch.cat(self._values).numpy().T
+            return float(np.exp(found.sum() / max(tokens.sum(), 1))), found / np.maximum(tokens, 1)
         if self.metric.finish is not None:
             values = self.metric.finish(torch.cat(self._values), torch.cat(self._targets)).double().numpy()
             return float(values.mean()), values
@@ -122,7 +146,9 @@ class RunningMetric:
         """Both systems' results side by side."""
         metric, (before, old), (after, new) = original.metric, original.done(), reorganized.done()
         per_sample = len(old) == sum(original._sizes)
-        return MetricResult(metric.name, metric.greater_is_better, before, after, np.stack([old, new]), per_sample)
+        tokens = torch.cat(original._values)[:, 1].numpy() if metric.of_tokens else None
+        values = np.stack([old, new])
+        return MetricResult(metric.name, metric.greater_is_better, before, after, values, per_sample, tokens)
 
 
 def _scores_and_classes(output: Any, target: Tensor, name: str) -> tuple[Tensor, Tensor]:
@@ -166,6 +192,62 @@ def _loss(output: Any, target: Tensor) -> Tensor:
     return _mean_per_sample(squares, torch.ones_like(squares))
 
 
+def read_tokens(batch: Batch) -> Tensor | None:
+    """(samples, tokens) of what a language model reads, padding marked as positions that do not count; None if none.
+
+    >>> read_tokens(Batch(0, 1, named={"input_ids": torch.tensor([[5, 6]]), "attention_mask": torch.tensor([[1, 0]])}))
+    tensor([[   5, -100]])
+    """
+    ids = batch.named.get("input_ids", batch.positional[0] if batch.positional else None)
+    if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.ndim != 2:
+        return None
+    mask = batch.named.get("attention_mask")
+    return ids.masked_fill(mask == 0, _IGNORED) if isinstance(mask, Tensor) and mask.shape == ids.shape else ids
+
+
+def check_causal(model: nn.Module, batch: Batch) -> None:
+    """Refuse a model whose outputs at a token depend on later ones: what it says of those is no prediction."""
+    tokens = read_tokens(batch)
+    if tokens is None or tokens.shape[1] < 2:
+        return
+    last = int((tokens[0] != _IGNORED).nonzero().amax())
+    other = tokens.clamp(min=0).clone()
+    other[0, last] = 0 if other[0, last] else 1
+    named = {"input_ids": other} if "input_ids" in batch.named else {}
+    positional = batch.positional if named else (other, *batch.positional[1:])
+    changed = replace(batch, positional=positional, named={**batch.named, **named}, target=None)
+    before, after = (main_output(one.run(model))[0, :last] for one in (batch.without_target(), changed))
+    if not equal_up_to_rounding(after, before):
+        raise InvalidOption(
+            f"perplexity: the {type(model).__name__} looks ahead: what it returns for a token depends on later ones; "
+            "expected a causal language model"
+        )
+
+
+def _surprise(output: Any, target: Tensor) -> Tensor:
+    """(samples, 2) Σ −log p of every token given those before it, and how many count. A few positions at a time."""
+    logits = main_output(output).detach()
+    if logits.ndim != 3 or logits.shape[:2] != target.shape:
+        raise InvalidOption(
+            f"perplexity: expected logits (samples, tokens, vocabulary) of a causal language model for tokens of shape "
+            f"{tuple(target.shape)}, got an output of shape {tuple(logits.shape)}"
+        )
+    following = target[:, 1:].to(logits.device).long()
+    counted = following != _IGNORED
+    if not counted.any():
+        raise InvalidOption("perplexity: expected samples of at least two tokens")
+    if following.amax() >= logits.shape[2]:
+        raise InvalidOption(f"perplexity: token {int(following.amax())} is beyond the {logits.shape[2]} of the model")
+    sums = torch.zeros(len(logits), dtype=torch.float64)
+    step = max(1, _AT_ONCE // (len(logits) * logits.shape[2]))
+    for start in range(0, following.shape[1], step):
+        part = following[:, start : start + step]
+        scores = logits[:, start : start + part.shape[1]].float()  # (samples, positions, vocabulary)
+        lost = F.cross_entropy(scores.flatten(0, 1), part.flatten(), reduction="none", ignore_index=_IGNORED)
+        sums += lost.view(part.shape).double().sum(1).cpu()
+    return torch.stack([sums, counted.sum(1).double().cpu()], 1)
+
+
 def _vectors(output: Any, target: Tensor) -> Tensor:
     vectors = main_output(output)
     if vectors.ndim != 2 or target.ndim != 1:
@@ -194,4 +276,5 @@ METRICS = {
     "accuracy": Metric("accuracy", _accuracy),
     "loss": Metric("loss", _loss, greater_is_better=False),
     "retrieval": Metric("retrieval", _vectors, finish=_nearest_has_same_label),  # keeps one vector per sample
+    "perplexity": Metric("perplexity", _surprise, greater_is_better=False, of_tokens=True),
 }

@@ -51,7 +51,7 @@ class SliceResult:
 class Rules:
     """Limits that a reorganized system must keep; None switches a rule off.
 
-    - `max_drop`: how much worse the metric may be, in its own units.
+    - `max_drop`: how much worse the metric may be, in its own units; a perplexity, by which share of the original's.
     - `min_agreement`: the least share of samples with the same argmax, for each output.
     - `max_relative_deviation`: of the worst sample, or of the given `quantile` of the samples, for each output.
     - `confidence`: with which drop and agreement must keep their limits on other samples than these.
@@ -111,6 +111,7 @@ class Rules:
             yield Outcome("max_drop", self.max_drop, observed, "kept", text)
             return
         bound = drop_bound(metric.losses, self.confidence)
+        bound = bound if metric.tokens is None else math.expm1(min(bound, 700.0))  # no float is beyond e^709
         if bound <= self.max_drop:
             yield Outcome("max_drop", self.max_drop, observed, "kept", f"{text} (≤ {bound:.3g} {self._sure})")
             return
@@ -160,7 +161,7 @@ class Rules:
         for part in slices:
             name = f"slice {part.label} ({part.samples} samples)"
             if part.original is not None and part.reorganized is not None and metric and self.max_drop is not None:
-                drop = (part.original - part.reorganized) * (1 if metric.greater_is_better else -1)
+                drop = metric.drop_between(part.original, part.reorganized)
                 if not drop <= self.max_drop:
                     text = f"{name}: {metric.name} {part.original:.4g} → {part.reorganized:.4g}"
                     yield Outcome("max_drop", self.max_drop, drop, "violated", text)

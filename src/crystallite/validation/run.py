@@ -13,7 +13,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from crystallite.core.errors import InvalidOption
-from crystallite.core.suggest import suggest_keywords
+from crystallite.core.suggest import check_choice, suggest_keywords
 from crystallite.data.batch import Batch, batches, check_repeatable, repeatable
 from crystallite.models.artifact import load
 from crystallite.models.familiarity import Unfamiliar, known_inputs, scoring
@@ -24,7 +24,7 @@ from crystallite.validation.comparison import Comparison, RunningComparison
 from crystallite.validation.continuity import LEAST_LEVELS
 from crystallite.validation.cost import count_macs, count_parameters, measure_latency
 from crystallite.validation.layers import LayerWatch, comparable
-from crystallite.validation.metrics import Metric, MetricResult, RunningMetric, as_metric
+from crystallite.validation.metrics import Metric, MetricResult, RunningMetric, as_metric, check_causal
 from crystallite.validation.rules import Outcome, Rules, SliceResult, at_quantile
 from crystallite.validation.sweep import LEVELS, Sweep, sweep
 from crystallite.validation.verdict import Verdict
@@ -33,6 +33,7 @@ __all__ = ["validate"]
 
 _TESTS = ("null", "rule", "random_walk", "correction", "alpha", "delta0", "tau")  # of `ExactOptions`
 
+_DEVIATION = 0.1
 _BATCH_SIZES = 3  # so many different ones are timed
 Slices = Sequence[Any] | Callable[[Any, Any], Sequence[Any]]
 
@@ -47,7 +48,7 @@ def validate(
     *,
     max_drop: float | None = 0.01,
     min_agreement: float | None = None,
-    max_relative_deviation: float | None = 0.1,
+    max_relative_deviation: float | str | None = "auto",
     quantile: float = 1.0,
     confidence: float = 0.95,
     slices: Slices | None = None,
@@ -65,10 +66,12 @@ def validate(
         data: an iterable of batches (a `DataLoader`, a list, a generator); a tensor or a dict alone is one batch. A
             batch is a tensor, a dict of keyword arguments (its "labels" are the target), or (inputs, target); several
             positional inputs are a tuple, ((a, b), target). Data that training has not seen say most.
-        metric: "accuracy", "loss", "retrieval" (does the nearest other sample have the same label?), a function
-            (output, target) → one number, or one per sample, where more is better, or a `Metric`.
+        metric: "accuracy", "loss", "retrieval" (does the nearest other sample have the same label?), "perplexity" (of a
+            causal language model, see `texts`; no labels needed; run sample by sample, so that the logits of one are
+            held), a function (output, target) → one number, or one per sample, where more is better, or a `Metric`.
         max_drop, min_agreement, max_relative_deviation: see `Rules`; None switches a rule off. A drop or an agreement
-            must be shown by enough samples.
+            must be shown by enough samples. The drop of a perplexity is a share: 0.1 allows 10 % more. "auto" is 0.1,
+            or None for perplexity: logits that differ may say the same.
         quantile: of the samples, at which the deviation is judged; 1: the worst.
         confidence: with which a drop or an agreement must be shown.
         slices: a label for each sample, or a function (inputs, target) → labels of a batch. Rules hold in each slice.
@@ -92,8 +95,9 @@ def validate(
         >>> verdict.passed, verdict.macs
         (True, (512, 128))
     """
-    rules = Rules(max_drop, min_agreement, max_relative_deviation, quantile, confidence)
     measured = as_metric(metric)
+    of_tokens = measured is not None and measured.of_tokens
+    rules = Rules(max_drop, min_agreement, _deviation(max_relative_deviation, of_tokens), quantile, confidence)
     original, _ = prepared(original)
     if isinstance(reorganized, nn.Module):
         model, _ = prepared(reorganized)
@@ -128,6 +132,13 @@ def validate(
     return verdict
 
 
+def _deviation(limit: float | str | None, of_tokens: bool) -> float | None:
+    if isinstance(limit, str):
+        check_choice("max_relative_deviation", limit, ["auto"], "a number")
+        return None if of_tokens else _DEVIATION
+    return limit
+
+
 def _guarantee(model: nn.Module) -> str | None:
     """The sentence about it in the record of a model that was fitted to a tolerance."""
     found = find_record(model)
@@ -146,16 +157,19 @@ class _Both:
         self.comparison = RunningComparison()
         self.metrics = None if metric is None else (RunningMetric(metric), RunningMetric(metric))
         self.known, self.unfamiliar = known_inputs(reorganized), Unfamiliar()
+        self.of_tokens = metric is not None and metric.of_tokens
         self.slices = slices
         self.labels: list[str] = []
         self.timed: dict[int, Batch] = {}
 
     def run(self, data: Any, dense: nn.Module | None, watch: LayerWatch | None) -> None:
         """All batches; a dense form of the reorganized model runs along for the layers it can be compared by."""
-        for batch in batches(data):
+        for batch in batches(data) if not self.of_tokens else (part for b in batches(data) for part in b.split(1)):
             if not self.timed:
                 for model, who in zip(self.models, ("the original", "the reorganized model"), strict=True):
                     check_repeatable(model, batch, who)
+                if self.of_tokens:
+                    check_causal(self.models[0], batch)
             with watch or nullcontext(), scoring(self.models[1], self.known, self.unfamiliar.add):
                 outputs = [batch.run(model) for model in self.models]
                 if dense is not None:
@@ -194,7 +208,7 @@ def _slice_results(
         inside = np.array([own == label for own in labels])
         outputs = [o for o in comparison.outputs if len(o.index) == comparison.samples]
         agreement = [float(o.agreement[inside].mean()) for o in outputs if o.decides]
-        both = metric.values[:, inside].mean(1).tolist() if metric is not None and metric.per_sample else [None, None]
+        both = metric.among(inside) if metric is not None and metric.per_sample else [None, None]
         deviation = at_quantile(comparison.deviation[inside], rules.quantile)
         found.append(SliceResult(label, int(inside.sum()), min(agreement, default=None), deviation, *both))
     return tuple(found)

@@ -1,0 +1,72 @@
+"""Plain text on the command line: compress, validate, upgrade with the tokenizer of the model's folder."""
+
+import json
+
+import numpy as np
+import pytest
+
+from crystallite.cli.main import main
+from crystallite.models.manifest import read_manifest
+from tests.helpers.text_models import language_model, prose
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    language_model(tmp_path / "model")
+    (tmp_path / "a.txt").write_text(prose(2000))
+    (tmp_path / "b.txt").write_text(prose(900, seed=1))
+    return tmp_path
+
+
+def test_compress_and_validate_a_decoder_by_text(folder, capsys):
+    words = "compress model --out small --budget 0.8 --calibration a.txt --calibration b.txt --length 16 --tokens 1024"
+    assert main(words.split()) == 0
+    said = capsys.readouterr().err
+    assert "a.txt, b.txt: 64 windows of 16 tokens, 1,024 tokens" in said
+    assert read_manifest(folder / "small")["metadata"]["calibration"] == "a.txt, b.txt"
+    words = "validate model small --data b.txt --metric perplexity --json --max-drop"
+    assert main([*words.split(), "0.5"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["metric"]["name"] == "perplexity"
+    assert 20 < found["metric"]["values"][0] < 80  # 43 tokens by chance
+    assert found["rules"]["max_relative_deviation"] is None
+    assert main([*words.split(), "0", "--max-relative-deviation", "1e-9"]) == 1
+    rules = {o["rule"]: o["status"] for o in json.loads(capsys.readouterr().out)["outcomes"]}
+    assert rules["max_relative_deviation"] == "violated"
+
+
+def test_an_encoder_is_upgraded_with_paragraphs(folder, capsys):
+    language_model(folder / "encoder", "BertModel")
+    words = "upgrade encoder --out small --data b.txt --blocks 2 --loss match --epochs 1 --learning-rate 1e-3"
+    assert main([*words.split(), "--targets", "*.0.intermediate.dense", "--targets", "*.0.output.dense"]) == 0
+    assert "b.txt: 100 texts of up to 9 tokens" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--calibration empty.txt", "empty.txt: expected text, but there is none in it"),
+        ("--calibration short.txt", "short.txt: 9 tokens, which is 0 windows of 32; at least 2 (64 tokens) are needed"),
+        ("--calibration binary.bin", "binary.bin: expected text in UTF-8"),
+        ("--calibration x.npz --calibration a.txt", "x.npz: expected one file of arrays, or several of text"),
+        ("--calibration x.npz --length 8", "--length is that of text"),
+        ("--calibration a.txt --length 99", "--length: the model takes at most 32 tokens, got 99"),
+        ("--calibration a.txt --calibration none.txt", "none.txt: no such file"),
+    ],
+)
+def test_bad_text_is_one_line_before_the_work(folder, words, message, capsys, monkeypatch):
+    monkeypatch.setattr("crystallite.cli.reorganize.open_dense", lambda *_: pytest.fail("the model was opened"))
+    (folder / "empty.txt").touch()
+    (folder / "short.txt").write_text(prose(9))
+    (folder / "binary.bin").write_bytes(bytes(range(256)))
+    np.savez(folder / "x.npz", input_ids=np.ones((4, 4), int))
+    assert main(["compress", "model", "--out", "small", "--budget", "0.5", *words.split()]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"crystallite: {message}")
+    assert error.count("\n") == 1
+
+
+def test_a_model_without_a_folder_needs_arrays(folder, capsys):
+    assert main(["compress", "torch.nn:Identity", "--out", "s", "--budget", "0.5", "--calibration", "a.txt"]) == 2
+    assert "text needs a tokenizer" in capsys.readouterr().err
