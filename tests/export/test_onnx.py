@@ -12,7 +12,7 @@ from torch import nn
 
 import crystallite as cx
 from crystallite.cli.main import main
-from crystallite.export.onnx import export
+from crystallite.export.run import export
 from tests.helpers import compressible as networks
 from tests.helpers.tolerance import assert_close
 
