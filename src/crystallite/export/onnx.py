@@ -139,6 +139,7 @@ def _put_in_place(file: Path, target: Path) -> int:
         target.unlink(missing_ok=True)
         named.unlink()
     if weights.exists():
+        weights.chmod(file.stat().st_mode)  # onnx lets nobody else read it
         target.unlink(missing_ok=True)
         weights.replace(named)
     file.replace(target)
