@@ -207,8 +207,8 @@ _EXPORT = Command(
                "come out", takes="nothing", default=False, needs="--data"),
         Option("int8", "store the weights of linear layers as 8-bit integers, and quantise activations as they come",
                takes="nothing", default=False, needs="--data", excludes=("--type",)),
-        Option("max_deviation", "largest relative deviation that 8-bit or rounded weights may cause", float, 0.1,
-               needs="--data"),
+        Option("max_deviation", "largest relative deviation that 8-bit or rounded weights may cause (default: 0.1 with "
+               "8 bits, 0.3 with 4)", float, needs="--data"),
         Option("tokenizer", "folder with tokenizer.json, or GGUF file of the same model, with the vocabulary for GGUF "
                "(default: MODEL)", Path, metavar="PATH"),
         ORIGINAL,

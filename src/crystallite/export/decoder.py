@@ -101,11 +101,12 @@ class Decoder:
     notes: tuple[str, ...] = ()
 
     def filled_up(self, multiple: int) -> Decoder:
-        """The same with neurons of zeros, so that every feed-forward part has a multiple of so many.
+        """The same with neurons of zeros, so that every feed-forward part has a multiple of so many, and not none.
 
-        They add nothing to what a layer returns, and rows of the layer that reads them can be cut into blocks.
+        They add nothing to what a layer returns. Rows of the layer that reads them can be cut into blocks; and where a
+        layer had no neurons, llama.cpp would pass over its attention, too.
         """
-        layers = [replace(each, width=-(-each.width // multiple) * multiple) for each in self.layers]
+        layers = [replace(each, width=max(-(-each.width // multiple), 1) * multiple) for each in self.layers]
         tensors = []
         for each in self.tensors:
             _, number, part, *_ = [*each.name.split("."), "", ""]

@@ -154,7 +154,8 @@ def _write_tensors(writer: Any, library: Any, decoder: Decoder, kinds: dict[str,
     apart = size = 0.0
     for each in decoder.tensors:
         numbers = each.numbers().numpy()
-        stored = quantize(numbers, kinds[each.name])
+        with np.errstate(over="ignore"):  # which is told below
+            stored = quantize(numbers, kinds[each.name])
         writer.write_tensor_data(stored)
         difference = dequantize(stored, kinds[each.name]).reshape(numbers.shape) - numbers
         squares = float((difference.astype("float64") ** 2).sum())

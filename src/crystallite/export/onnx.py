@@ -27,6 +27,7 @@ from crystallite.models.preparing import prepared
 __all__ = ["TYPES", "Exported", "export_onnx"]
 
 TYPES = ("f32", "q8_0", "q4_1", "q4_0")
+_NEAR = {"int8": 0.1, "q8_0": 0.1, "q4_1": 0.3, "q4_0": 0.3}  # deviations that are usual, or there is a mistake
 _CHECKED = 8  # batches, at most, that both run
 _LARGEST = 2**31 - 2**24  # bytes of weights: a file of protobuf has at most 2 GB, the graph included
 
@@ -37,7 +38,7 @@ class Exported:
 
     path: str
     bytes: int  # with those of the file of weights beside it, where there is one
-    type: str  # of the weights
+    type: str  # of the weights; "int8" where activations are quantised too
     int8: bool
     samples: int
     deviation: float  # ‖y′ − y‖ / ‖y‖ over all samples, the largest over outputs
@@ -48,8 +49,8 @@ class Exported:
 
     def __str__(self) -> str:
         agreed = "" if self.agreement is None else f", {self.agreement:.2%} of decisions equal"
-        kind = "in floating point" if self.type == "f32" else f"with weights in {self.type}"
-        kind = "with 8-bit weights" if self.int8 else kind
+        kinds = {"f32": "in floating point", "int8": "with 8-bit weights"}
+        kind = kinds.get(self.type, f"with weights in {self.type}")
         said = (
             f"{self.path}: {self.bytes:,} bytes {kind}; relative deviation {self.deviation:.2g} from the model on "
             f"{self.samples} samples in ONNX Runtime{agreed}"
@@ -65,10 +66,10 @@ def export_onnx(
     past: bool = False,
     int8: bool = False,
     type: str = "f32",
-    max_deviation: float = 0.1,
+    max_deviation: float | None = None,
 ) -> Exported:
     """What `export` does for a name that ends in .onnx."""
-    target = Path(path)
+    target, kind = Path(path), "int8" if int8 else type
     model, _ = prepared(model)
     library = _libraries()
     weight = next(model.parameters(), None)
@@ -90,17 +91,19 @@ def export_onnx(
     with writing(target), folder as made:
         file = Path(made) / "float" / target.name  # a file of weights is found by its name
         file.parent.mkdir()
-        plain = with_plain_layers(function) if int8 or type != "f32" else function
+        plain = function if kind == "f32" else with_plain_layers(function)
         graph = _write_with_free_axes(
             library, function, plain, file, apart, traced, _equal_axes(function, traced, checked)
         )
-        if int8 or type != "f32":
+        if kind != "f32":
             file = quantised(file, apart) if int8 else with_rounded_weights(file, type, _LARGEST)
             graph = InRuntime(library, file, function)
         found = graph.compare(checked)
-        limit = max_deviation if int8 or type != "f32" else _rounding(function)
+        limit = _rounding(function)
+        if kind != "f32":
+            limit = _NEAR[kind] if max_deviation is None else max_deviation
         if not found[0] <= limit:
-            raise InvalidOption(_too_far(target, found[0], limit, type, int8, _generates(model)))
+            raise InvalidOption(_too_far(target, found[0], limit, kind, _generates(model)))
         del graph.session  # which may hold the file of weights
         length = _put_in_place(file, target)
     notes = [
@@ -109,7 +112,6 @@ def export_onnx(
         *([_DECODERS] if int8 and _generates(model) else []),
     ]
     samples = sum(batch.size for batch in given)
-    kind = "int8" if int8 else type
     return Exported(str(target), length, kind, int8, samples, *found, graph.inputs, graph.outputs, tuple(notes))
 
 
@@ -119,12 +121,11 @@ _DECODERS = (
 )
 
 
-def _too_far(target: Path, found: float, limit: float, type: str, int8: bool, decodes: bool) -> str:
+def _too_far(target: Path, found: float, limit: float, kind: str, decodes: bool) -> str:
     said = f"{target}: not written: in ONNX Runtime its outputs deviate by {found:.3g}, at most {limit:g} is allowed"
-    if int8:
-        way = "raise max_deviation=, or export without int8=True"
-        return f"{said}; {_DECODERS if decodes else way}"
-    return said if type == "f32" else f"{said}; raise max_deviation=, or take a type= of more bits"
+    if kind == "int8":
+        return f"{said}; {_DECODERS if decodes else 'raise max_deviation=, or export without int8=True'}"
+    return said if kind == "f32" else f"{said}; raise max_deviation=, or take a type= of more bits"
 
 
 def _put_in_place(file: Path, target: Path) -> int:

@@ -24,7 +24,7 @@ def export(
     type: str | None = None,
     past: bool = False,
     int8: bool = False,
-    max_deviation: float = 0.1,
+    max_deviation: float | None = None,
     tokenizer: Any = None,
 ) -> onnx.Exported | gguf.ExportedGguf:
     """Write a model as ONNX or GGUF, all of it or nothing.
@@ -54,8 +54,8 @@ def export(
         int8: for ONNX: weights of linear layers as 8-bit integers, one scale per output; activations are quantised as
             they come. That suits encoders. Decoders lose much of their quality (SmolLM2-135M: perplexity 40 → 66),
             compressed or not, and a note says so: `type` rounds their weights alone.
-        max_deviation: refused where ONNX Runtime is further away than this with int8 or rounded weights. Floating point
-            may differ by rounding only.
+        max_deviation: refused where ONNX Runtime is further away than this with int8 or rounded weights; left out, 0.1
+            with 8 bits and 0.3 with 4. Floating point may differ by rounding only.
         tokenizer: for GGUF, which holds the vocabulary: a folder with tokenizer.json, a tokenizer of transformers, or a
             GGUF file of the same model. Left out, the folder that the model was opened from.
 
@@ -69,7 +69,7 @@ def export(
     """
     target = Path(path)
     if target.suffix == ".gguf":
-        others = {"data": data is not None, "past": past, "int8": int8, "max_deviation": max_deviation != 0.1}
+        others = {"data": data is not None, "past": past, "int8": int8, "max_deviation": max_deviation is not None}
         if wrong := [name for name, is_given in others.items() if is_given]:
             raise InvalidOption(f"{target}: {wrong[0]}= is for ONNX; a GGUF file is made of the model and its tokenizer")
         check_choice("type", type := type or "f16", gguf.TYPES)
