@@ -232,6 +232,20 @@ def test_an_unknown_way_to_split_is_refused(tmp_path):
         cx.export(tiny.decoder(), tmp_path / "a.gguf", tokenizer=tokenizer)
 
 
+@pytest.mark.parametrize("type", ["f32", "q8_0"])
+def test_what_transformers_opened_is_written_again(type, tmp_path, tokenizer):
+    """It unpacks the weights of a GGUF file: the model is one like any other."""
+    first = cx.export(tiny.decoder(), tmp_path / "a.gguf", type=type, tokenizer=tokenizer)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="a.gguf")
+    second = cx.export(model, tmp_path / "b" / "a.gguf", type=type, tokenizer=first.path)
+    assert second.rounding < 1e-3  # of blocks that were made of these numbers
+    first, second = (gguf.GGUFReader(done.path).tensors for done in (first, second))
+    for one, other in zip(first, second, strict=True):
+        assert one.name == other.name
+        values = [gguf.quants.dequantize(each.data, each.tensor_type) for each in (one, other)]
+        np.testing.assert_allclose(*values, rtol=1e-2, atol=1e-4)
+
+
 def test_the_vocabulary_of_another_file_is_taken_as_it_is(tmp_path):
     model = tiny.decoder()
     first = cx.export(model, tmp_path / "a.gguf", tokenizer=tiny.tokenizer("smollm"))
@@ -241,7 +255,7 @@ def test_the_vocabulary_of_another_file_is_taken_as_it_is(tmp_path):
         for done in (first, second)
     )
     assert mine == other
-    with pytest.raises(cx.InvalidOption, match="expected the 350 tokens of the model in .*a.gguf, got 336"):
+    with pytest.raises(cx.InvalidOption, match=r"expected the 350 tokens of the model in .*a.gguf, got 336"):
         cx.export(tiny.decoder(vocab_size=350), tmp_path / "c.gguf", tokenizer=first.path)
     np.savez(tmp_path / "d.npz", a=np.ones(2))
     with pytest.raises(cx.InvalidOption, match="expected a GGUF file"):

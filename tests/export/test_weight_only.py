@@ -43,7 +43,6 @@ def test_layers_with_biases_are_rounded_too(type, tmp_path):
     plain = cx.export(model, tmp_path / "a.onnx", x)
     done = cx.export(model, tmp_path / "b.onnx", x, type=type)
     assert done.type == type
-    assert not done.int8
     assert plain.type == "f32"
     assert f"with weights in {type}" in str(done)
     assert 0 < done.deviation < NEAR[type]

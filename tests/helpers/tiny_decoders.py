@@ -26,33 +26,31 @@ QWEN2 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 LLAMA3_WORDS = QWEN2.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
+BYTES, WORDS = (pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=regex) for regex in (False, True))
 WAYS = {  # llama.cpp's names for ways to split texts
-    "gpt-2": [],
-    "smollm": [pre_tokenizers.Digits(individual_digits=True)],
-    "qwen2": [pre_tokenizers.Split(tokenizers.Regex(QWEN2), "isolated")],
-    "smaug-bpe": [pre_tokenizers.Split(tokenizers.Regex(LLAMA3_WORDS), "isolated")],
-    "llama-bpe": [pre_tokenizers.Split(tokenizers.Regex(LLAMA3_WORDS), "isolated")],
+    "gpt-2": [WORDS],
+    "smollm": [pre_tokenizers.Digits(individual_digits=True), WORDS],
+    "qwen2": [pre_tokenizers.Split(tokenizers.Regex(QWEN2), "isolated"), BYTES],
+    "smaug-bpe": [pre_tokenizers.Split(tokenizers.Regex(LLAMA3_WORDS), "isolated"), BYTES],
+    "llama-bpe": [pre_tokenizers.Split(tokenizers.Regex(LLAMA3_WORDS), "isolated"), BYTES],
 }
 
 
 def tokenizer(way="gpt-2"):
     """Byte pairs learnt from a few lines; "pieces": as SentencePiece has them."""
-    pieces = way == "pieces"
-    made = tokenizers.Tokenizer(
-        tokenizers.models.BPE(byte_fallback=pieces, ignore_merges=way == "llama-bpe", unk_token="<unk>" * pieces or None)
-    )
-    special = ["<unk>", "<s>", "</s>"]
-    if pieces:
+    special, alphabet = ["<unk>", "<s>", "</s>"], []
+    if way == "pieces":
+        made = tokenizers.Tokenizer(tokenizers.models.BPE(byte_fallback=True, unk_token="<unk>"))
         made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-        special += [f"<0x{byte:02X}>" for byte in range(256)]
         made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
-        trainer = trainers.BpeTrainer(vocab_size=330, special_tokens=special, show_progress=False)
+        special += [f"<0x{byte:02X}>" for byte in range(256)]
     else:
-        steps = WAYS[way]
-        made.pre_tokenizer = pre_tokenizers.Sequence([*steps, pre_tokenizers.ByteLevel(False, use_regex=len(steps) == 0 or way == "smollm")])
-        made.decoder = decoders.ByteLevel()
+        made = tokenizers.Tokenizer(tokenizers.models.BPE(ignore_merges=way == "llama-bpe"))
+        made.pre_tokenizer, made.decoder = pre_tokenizers.Sequence(WAYS[way]), decoders.ByteLevel()
         alphabet = pre_tokenizers.ByteLevel.alphabet()
-        trainer = trainers.BpeTrainer(vocab_size=330, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=330, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
     made.train_from_iterator([TEXT] * 4, trainer)
     if way in ("llama-bpe", "pieces"):
         made.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])

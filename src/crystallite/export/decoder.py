@@ -148,7 +148,9 @@ def read_decoder(model: nn.Module) -> Decoder:
     window = getattr(config, "sliding_window", None)
     if window is not None and window < context:
         context = window
-        notes.append(f"the context is {window} tokens: further back, layers of this model do not see, in llama.cpp all do")
+        notes.append(
+            f"the context is {window} tokens: further back, layers of this model do not see, in llama.cpp all do"
+        )
     return Decoder(
         kind.name, tuple(sizes), reader.head_size, reader.hidden_size, reader.embedding.shape[0], context,
         config.rms_norm_eps, base, factor, tuple(tensors), tuple(notes),
@@ -206,7 +208,7 @@ class _Reader:
             differs = next((i for i, each in enumerate(sizes) if each != sizes[0]), 0)
             raise InvalidOption(
                 f"model.layers.{differs}: {sizes[differs]} beside {sizes[0]}; llama.cpp knows layers of different "
-                f'sizes, or biases, in none that norms queries and keys as {type(self.model).__name__} does; compress '
+                f"sizes, or biases, in none that norms queries and keys as {type(self.model).__name__} does; compress "
                 'with form="uniform"'
             )
         return _DECI

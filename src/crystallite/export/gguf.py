@@ -160,7 +160,7 @@ def _write_tensors(writer: Any, library: Any, decoder: Decoder, kinds: dict[str,
         difference = dequantize(stored, kinds[each.name]).reshape(numbers.shape) - numbers
         squares = float((difference.astype("float64") ** 2).sum())
         if not math.isfinite(squares):
-            raise InvalidOption(f"{each.name}: numbers too large for {kinds[each.name].name.lower()}; pass type=\"f32\"")
+            raise InvalidOption(f'{each.name}: numbers too large for {kinds[each.name].name.lower()}; pass type="f32"')
         apart += squares
         size += float((numbers.astype("float64") ** 2).sum())
     return math.sqrt(apart / size) if size else 0.0

@@ -47,10 +47,12 @@ class _Plain(nn.Module):
 
 
 def with_plain_layers(model: nn.Module) -> nn.Module:
-    """A copy of the model in which layers of blocks are plain layers.
+    """A copy of the model in which layers of blocks are plain layers; the model itself where it has none.
 
     One for each block; one with zeros between the blocks where bringing numbers in order would take longer than that.
     """
+    if not any(isinstance(module, BlockLinear) for module in model.modules()):
+        return model
     model = copy.deepcopy(model)
     for name, module in list(model.named_modules()):
         if isinstance(module, BlockLinear) and len(module.weights):

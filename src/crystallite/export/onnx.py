@@ -39,7 +39,6 @@ class Exported:
     path: str
     bytes: int  # with those of the file of weights beside it, where there is one
     type: str  # of the weights; "int8" where activations are quantised too
-    int8: bool
     samples: int
     deviation: float  # ‖y′ − y‖ / ‖y‖ over all samples, the largest over outputs
     agreement: float | None  # share of equal decisions (argmax) of the first output; None where it has none
@@ -77,11 +76,14 @@ def export_onnx(
         raise InvalidOption(f"expected a model on the CPU, got one on {weight.device}; call .cpu() first")
     given = [batch.without_target() for batch in islice(batches(data), _CHECKED)]
     function, half = as_function(model)
+    plain = function if kind == "f32" else with_plain_layers(function)
     size = sum(tensor.numel() * tensor.element_size() for tensor in (*function.parameters(), *function.buffers()))
     apart = size > _LARGEST  # weights stand in a file of their own
     checked = [_in_single_precision(batch) if half else batch for batch in given]
     checked += _padded(function, checked)
     if past:
+        if plain is not function:
+            take_past_(plain, checked)
         traced, *checked = take_past_(function, checked)
     else:
         traced = _at_least_two(checked[0])
@@ -91,7 +93,6 @@ def export_onnx(
     with writing(target), folder as made:
         file = Path(made) / "float" / target.name  # a file of weights is found by its name
         file.parent.mkdir()
-        plain = function if kind == "f32" else with_plain_layers(function)
         graph = _write_with_free_axes(
             library, function, plain, file, apart, traced, _equal_axes(function, traced, checked)
         )
@@ -112,7 +113,7 @@ def export_onnx(
         *([_DECODERS] if int8 and _generates(model) else []),
     ]
     samples = sum(batch.size for batch in given)
-    return Exported(str(target), length, kind, int8, samples, *found, graph.inputs, graph.outputs, tuple(notes))
+    return Exported(str(target), length, kind, samples, *found, graph.inputs, graph.outputs, tuple(notes))
 
 
 _DECODERS = (

@@ -71,7 +71,9 @@ def export(
     if target.suffix == ".gguf":
         others = {"data": data is not None, "past": past, "int8": int8, "max_deviation": max_deviation is not None}
         if wrong := [name for name, is_given in others.items() if is_given]:
-            raise InvalidOption(f"{target}: {wrong[0]}= is for ONNX; a GGUF file is made of the model and its tokenizer")
+            raise InvalidOption(
+                f"{target}: {wrong[0]}= is for ONNX; a GGUF file is made of the model and its tokenizer"
+            )
         check_choice("type", type := type or "f16", gguf.TYPES)
         return gguf.export_gguf(model, target, type, tokenizer)
     if target.suffix != ".onnx":

@@ -108,7 +108,9 @@ def _add_folder_(writer: Any, folder: Path, size: int) -> None:
     special = gguf.SpecialVocab(folder, load_merges=not pieces, n_vocab=size)
     known = special.special_token_ids
     if "eos" not in known:
-        raise InvalidOption(f"tokenizer: no token in {folder} ends a text; name one as eos_token in tokenizer_config.json")
+        raise InvalidOption(
+            f"tokenizer: no token in {folder} ends a text; name one as eos_token in tokenizer_config.json"
+        )
     ids = tokenizer.encode("a").ids
     for place, name in ((0, "bos"), (-1, "eos")):  # llama.cpp would take what is usual for the way to split
         special.add_special_token.setdefault(name, ids[place] == known.get(name))
