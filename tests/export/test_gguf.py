@@ -225,6 +225,21 @@ def test_ways_to_split_have_names(way, tmp_path):
     assert said["tokenizer.chat_template"] == "{{ messages }}"
 
 
+def test_pieces_have_scores_in_the_order_of_their_merges(tmp_path):
+    tokenizer = tiny.tokenizer("pieces")
+    said = fields(cx.export(tiny.decoder(), tmp_path / "a.gguf", tokenizer=tokenizer).path)
+    assert said["tokenizer.ggml.model"] == "llama"
+    assert said["tokenizer.ggml.add_space_prefix"]
+    kinds, tokens = said["tokenizer.ggml.token_type"], said["tokenizer.ggml.tokens"]
+    assert kinds[0] == gguf.TokenType.UNKNOWN
+    assert [token for token, kind in zip(tokens, kinds, strict=True) if kind == gguf.TokenType.BYTE] == [
+        f"<0x{byte:02X}>" for byte in range(256)
+    ]
+    scores = dict(zip(tokens, said["tokenizer.ggml.scores"], strict=True))
+    merges = json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]
+    assert [scores["".join(pair)] for pair in merges] == [-i for i in range(len(merges))]
+
+
 def test_an_unknown_way_to_split_is_refused(tmp_path):
     tokenizer = tiny.tokenizer()
     tokenizer.backend_tokenizer.pre_tokenizer = tiny.pre_tokenizers.ByteLevel(add_prefix_space=True)

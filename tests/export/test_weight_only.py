@@ -93,6 +93,18 @@ def test_steps_of_generation_go_with_few_bits(name, tmp_path):
         np.testing.assert_allclose(found["logits"][:, 0], wanted[:, position], atol=1e-4)
 
 
+@pytest.mark.parametrize("past", [False, True])
+def test_blocks_of_decoders_are_rounded_too(past, tmp_path):
+    model = tiny.build("llama")
+    halves = [(np.arange(rows, rows + 64), np.arange(rows // 2, rows // 2 + 32)) for rows in (0, 64)]
+    gate = model.model.layers[0].mlp.gate_proj
+    model.model.layers[0].mlp.gate_proj = cx.BlockLinear.from_blocks(gate.weight.detach(), None, halves)
+    done = cx.export(model, tmp_path / "a.onnx", tiny.batches("llama"), type="q8_0", past=past)
+    assert done.deviation < NEAR["q8_0"]
+    assert bits(done.path) == [8] * 16  # seven products in each of two layers, one of them in halves, and the head
+    assert "present.1.value" in done.outputs or not past
+
+
 def test_a_file_that_is_too_far_away_says_what_to_do(tmp_path):
     model, data = tiny.build("llama"), tiny.batches("llama")
     with pytest.raises(cx.InvalidOption, match=r"deviate by .*; raise max_deviation=, or take a type= of more bits"):
