@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     from crystallite.core.tables import Table
     from crystallite.data.text import Texts, texts
     from crystallite.discovery import Modules, discover
-    from crystallite.export.onnx import Exported, export
+    from crystallite.export.gguf import ExportedGguf
+    from crystallite.export.onnx import Exported
+    from crystallite.export.run import export
     from crystallite.models.artifact import load, save
     from crystallite.models.block_loading import LoadedBlock, load_block
     from crystallite.models.manifest import attach_verdict, read_manifest, source_sha256
@@ -75,6 +77,7 @@ __all__ = [
     "ExactOptions",
     "ExpandedAttention",
     "Exported",
+    "ExportedGguf",
     "InvalidMap",
     "InvalidMatrix",
     "InvalidOption",
@@ -143,7 +146,9 @@ _HOME = {
         "core.tables": "Table",
         "data.text": "Texts texts",
         "discovery": "Modules discover",
-        "export.onnx": "Exported export",
+        "export.gguf": "ExportedGguf",
+        "export.onnx": "Exported",
+        "export.run": "export",
         "models.artifact": "load save",
         "models.block_loading": "LoadedBlock load_block",
         "models.manifest": "attach_verdict read_manifest source_sha256",
