@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from crystallite.annealing import nulls
     from crystallite.annealing.anneal import Annealing, anneal
     from crystallite.compression.compress import compress
+    from crystallite.compression.decoders.on_disk import compress_folder
     from crystallite.core.errors import (
         CheckpointError,
         CrystalliteError,
@@ -107,6 +108,7 @@ __all__ = [
     "attach_verdict",
     "baselines",
     "compress",
+    "compress_folder",
     "decompose",
     "discover",
     "export",
@@ -140,6 +142,7 @@ _HOME = {
         "analysis": "Analysis MatrixAnalysis analyze",
         "annealing.anneal": "Annealing anneal",
         "compression.compress": "compress",
+        "compression.decoders.on_disk": "compress_folder",
         "core.errors": "CheckpointError CrystalliteError CrystalliteWarning InvalidMap InvalidMatrix InvalidOption "
         "WriteError",
         "core.maps": "Embedding Permutation Projection",

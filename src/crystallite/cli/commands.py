@@ -108,6 +108,12 @@ _COMPRESS = Command(
                metavar="RISK"),
         Option("objective", "what the budget is a share of", default="macs",
                choices=("macs", "parameters", "latency", "int8"), excludes=("--blocks",)),
+        Option("form", "what layers may become: anything, ordinary layers of other sizes, or (decoders) of the same "
+               "sizes throughout, which load without crystallite", default="any", choices=("any", "dense", "uniform"),
+               excludes=("--blocks",)),
+        Option("memory", "memory that a decoder may take, such as 3GB: layers are then read, fitted and written one by "
+               "one", metavar="BYTES", own=True,
+               excludes=("--blocks", "--tolerance", "--polish-steps", "--weights")),
         Option("joint", "use one partition through consecutive layers", takes="nothing", default=False,
                needs="--blocks"),
         Option("confidence", "confidence with which the tolerance must be shown", float, 0.95, needs="--tolerance"),
@@ -127,6 +133,7 @@ _COMPRESS = Command(
     example=f"""\
   crystallite compress ./my-hf-model --budget 0.5 --calibration tokens.safetensors --out small
   crystallite compress ./my-hf-model --budget 0.8 --calibration prose.txt --calibration code.txt --out small
+  crystallite compress ./my-decoder --budget 0.8 --form uniform --memory 3GB --calibration prose.txt --out small
   crystallite compress my_package.models:build --tolerance 0.05 --calibration inputs.npz --out small
 
 {MODEL_NOTE}

@@ -11,6 +11,7 @@ import numpy as np
 from torch import nn
 
 from crystallite.compression.decoders.in_memory import compress_decoder, small_layers
+from crystallite.compression.decoders.on_disk import FORMS
 from crystallite.compression.decoders.run import DecoderOptions
 from crystallite.compression.guarantee import cheapest, check_tolerance, sample_losses, set_aside
 from crystallite.compression.model_fit import ModelFit, change_options_
@@ -26,7 +27,6 @@ from crystallite.models.transformers_folder import write_config
 __all__ = ["compress"]
 
 OBJECTIVES = ("macs", "parameters", "latency", "int8")
-FORMS = ("any", "dense", "uniform")
 
 
 @suggest_keywords

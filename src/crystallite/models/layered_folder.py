@@ -69,13 +69,11 @@ class LayeredFolder:
         """Give the model all its weights but those of the layers."""
         model: Any = self.model
         prefix = f"{self.name}."
+        _compute_buffers_(model, prefix)
         state = {n: t for n, t in model.state_dict().items() if not n.startswith(prefix)}
         present = {n: self._tensor(n) for n in state if n in self.checkpoint.tensors}
         model.load_state_dict(present, strict=False, assign=True)
         model.tie_weights()
-        for where, module in list(model.named_modules()):
-            if any(b is not None and b.is_meta for b in module._buffers.values()) and not where.startswith(prefix):
-                _computed_again_(model, where, module)
         empty = [n for n, t in model.state_dict().items() if t.is_meta and not n.startswith(prefix)]
         if empty:
             raise CheckpointError(f"{self.folder}: expected a tensor {empty[0]!r:.80}, found none")
@@ -106,14 +104,25 @@ class LayeredFolder:
         return json.dumps([(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in files])
 
 
-def _computed_again_(model: nn.Module, name: str, module: Any) -> None:
-    """Make a module without weights again, with what it computes when it is made: tables of rotary positions."""
-    try:
-        made = type(module)(module.config)
-    except Exception as error:  # whatever a constructor raises
-        raise InvalidOption(f"{name}: its buffers are computed when the model is made: {error}") from None
-    around, _, slot = name.rpartition(".")
-    setattr(model.get_submodule(around), slot, made.eval())
+@torch.no_grad()
+def _compute_buffers_(model: Any, prefix: str) -> None:
+    """Give modules outside the layers what they compute when they are made: tables of rotary positions, scales.
+
+    transformers computes it again after a model was made without numbers. What it leaves alone is refused.
+    """
+    for where, module in model.named_modules():
+        hollow = [n for n, b in module._buffers.items() if b is not None and b.is_meta]
+        if where.startswith(prefix) or not hollow:
+            continue
+        for name in hollow:
+            value = module._buffers[name]
+            fill = torch.nan if value.is_floating_point() else -1
+            module._buffers[name] = torch.full(value.shape, fill, dtype=value.dtype)
+        model._init_weights(module)
+        for name in hollow:
+            value = module._buffers[name]
+            if bool((value.isnan() if value.is_floating_point() else value == -1).any()):
+                raise InvalidOption(f"{where}.{name}: computed when the model is made, so it cannot be read in parts")
 
 
 def describe_layer(dense: nn.Module, layer: nn.Module) -> dict[str, Any]:

@@ -14,8 +14,6 @@ from crystallite.compression.decoders.workspace import Workspace
 from crystallite.core.errors import InvalidOption
 from crystallite.data.batch import evaluating
 from crystallite.data.calibration import Calibration
-from crystallite.models.experts import units_and_experts
-from crystallite.models.layers import find_units
 from crystallite.models.record import record as record_of
 from crystallite.models.record import set_record_
 from crystallite.models.transformers_folder import say_size_
@@ -48,7 +46,7 @@ def compress_decoder(model: nn.Module, data: Calibration, options: DecoderOption
     """
     with evaluating(model):
         stack = find_stack(model, as_tokens(data.fitted[0]).first(1))
-        if stack is None or len(units_and_experts(model, ["*"], [])) != len(find_units(model, ["*"], [])):
+        if stack is None:
             return None
         result = copy.deepcopy(model)
         layers = _Memory(stack, Stack(result, stack.name).layers)

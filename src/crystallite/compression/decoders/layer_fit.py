@@ -5,7 +5,7 @@ Inputs come from the layers that are smaller already. So each makes good, as far
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from crystallite.compression.decoders.layer_parts import LayerParts, watching
 from crystallite.compression.decoders.sensitivity import LayerProbe, own_weight, rotated, with_constant
 from crystallite.compression.decoders.stack import Call, Stack
+from crystallite.compression.decoders.workspace import Workspace
 from crystallite.compression.operator_specs import FittedOperator, OperatorSpec
 from crystallite.compression.pruning import eliminate
 from crystallite.graph.neuron_groups import NeuronGroup, rotate_heads_
@@ -23,7 +24,10 @@ from crystallite.statistics.layer_io import matrix_of, set_layer_
 from crystallite.statistics.moments import Moments
 from crystallite.statistics.regression import Regression
 
-__all__ = ["Chunk", "FittedLayer", "fit_layer_"]
+__all__ = ["Chunk", "FittedLayer", "Streams", "fit_layer_"]
+
+
+_RIDGES = (1.0, 10.0, 100.0)  # times the one asked for
 
 
 @dataclass(frozen=True)
@@ -44,14 +48,27 @@ class FittedLayer:
     errors: Mapping[str, float]  # reader → share of the variance of what it shall add that it gets wrong, held out
 
 
+@dataclass(frozen=True)
+class Streams:
+    """Both streams where a layer begins, chunk by chunk, and a place for what is known of them inside it."""
+
+    load: Callable[[int], Chunk]
+    count: int
+    work: Workspace
+
+    def chunks(self) -> Iterator[tuple[int, Chunk]]:
+        yield from ((number, self.load(number)) for number in range(self.count))
+
+
 @torch.no_grad()
 def fit_layer_(
     stack: Stack, dense: nn.Module, layer: nn.Module, parts: LayerParts, probe: LayerProbe, sizes: Mapping[str, int],
-    chunks: Sequence[Chunk], ridge: float,
-) -> tuple[FittedLayer, list[tuple[Tensor, Tensor]]]:  # fmt: skip
-    """Make a copy of a dense layer smaller, in place; what it is now, and both streams behind it.
+    streams: Streams, ridge: float,
+) -> tuple[FittedLayer, Iterator[tuple[Tensor, Tensor]]]:  # fmt: skip
+    """Make a copy of a dense layer smaller, in place; what it is now, and both streams behind it, chunk by chunk.
 
-    sizes: how many neurons are left of each part. Cost: for each reader a run of both layers over the data.
+    sizes: how many neurons are left of each part. Cost: a run of the dense layer over the data, and for each reader one
+    of the smaller layer up to it. Memory: that of one chunk, and moments of one reader.
     """
     rows: dict[str, Tensor] = {}
     columns: dict[str, Tensor] = {}
@@ -60,49 +77,71 @@ def fit_layer_(
         if not group.readers and sizes.get(key, group.size) < group.size:
             _silence_(layer, group, probe.orders[key][: sizes[key]], rows)
             embedded |= {*group.layers}
-    errors = {}
-    small = [chunk.small for chunk in chunks]
-    goals = [_goals(stack, dense, parts, chunk) for chunk in chunks]
-    for place, name in enumerate(parts.readers):
+    errors, work = {}, streams.work
+    for number, chunk in streams.chunks():
+        for name, goal in _goals(stack, dense, parts, chunk).items():
+            work.put(f"goal-{number}-{name}", {"goal": goal})
+        work.put(f"small-{number}", {"small": chunk.small})
+    for name in parts.readers:
         module, read = layer.get_submodule(name), parts.read_by(name)
-        moments, held, inputs = Moments(name), Moments(name), []
-        for number, chunk in enumerate(chunks):
+        moments, held = Moments(name), Moments(name)
+        for number, chunk in streams.chunks():
             x = _read_by(stack, layer, name, chunk)
-            inputs.append(x)
-            goal, target = goals[number][place], goals[number][place]
-            if parts.adds:
-                target = goal - small[number]
-            scale = goal.float().pow(2).mean(-1).rsqrt().flatten()[:, None]  # large states are normed away later
-            rows_ = with_constant(x.flatten(0, -2).float()) * scale
-            (held if chunk.held_out else moments).add(rows_, target.flatten(0, -2).float() * scale)
-        fitted = Regression.solve(moments, held, own_weight(module), False, ridge)
+            work.put(f"read-{number}", {"read": x})
+            goal = work.get(f"goal-{number}-{name}")["goal"].float()
+            target = goal - work.get(f"small-{number}")["small"] if parts.adds else goal
+            scale = goal.pow(2).mean(-1).rsqrt().flatten()[:, None]  # large states are normed away later
+            scaled = with_constant(x.flatten(0, -2).float()).mul_(scale)
+            (held if chunk.held_out else moments).add(scaled, target.flatten(0, -2) * scale)
+        fitted = _solved(moments, held, own_weight(module), ridge)
         weight = judged = fitted.weight
         if read is not None and sizes.get(read[0], read[1].size) < read[1].size:
             weight, judged = _reduced_(layer, fitted, probe.factors[name], read[1], sizes[read[0]], rows, columns)
             embedded |= {*read[1].layers} if read[1].embedded else set()
         errors[name] = fitted.error(judged)
         set_layer_(module, weight[:, :-1], weight[:, -1])
+        moved = read is not None and read[1].inside_heads and read[1].reader in columns  # it reads other numbers now
+        for number, chunk in streams.chunks() if parts.adds else ():
+            x = _read_by(stack, layer, name, chunk) if moved else work.get(f"read-{number}")["read"]
+            small = work.get(f"small-{number}")["small"]
+            work.put(f"small-{number}", {"small": small + stack.run(module, x, ((), {}))})
+            work.drop(f"read-{number}")
+    done = FittedLayer(_shrink_(layer, rows, columns, embedded), errors)
+    return done, _ends(stack, dense, layer, parts, streams)
+
+
+def _solved(moments: Moments, held: Moments, own: Tensor, ridge: float) -> Regression:
+    """The best dense weight; of several strengths of the ridge, the one that does best on held-out samples."""
+    found = [Regression.solve(moments, held, own, False, ridge * factor) for factor in _RIDGES]
+    return min(found, key=lambda one: one.error(one.weight))
+
+
+def _ends(
+    stack: Stack, dense: nn.Module, layer: nn.Module, parts: LayerParts, streams: Streams
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Both streams behind the layer; what is known of them inside it is dropped."""
+    for number, chunk in streams.chunks():
         if parts.adds:
-            for number, x in enumerate(inputs):
-                again = x if read is None or not read[1].inside_heads else _read_by(stack, layer, name, chunks[number])
-                small[number] = small[number] + module(again)
-    if parts.adds:
-        ends = [(goal[-1], end) for goal, end in zip(goals, small, strict=True)]
-    else:
-        ends = [(stack.run(dense, c.dense, c.call), stack.run(layer, c.small, c.call)) for c in chunks]
-    return FittedLayer(_shrink_(layer, rows, columns, embedded), errors), ends
+            last = f"goal-{number}-{parts.readers[-1]}"
+            yield streams.work.get(last)["goal"], streams.work.get(f"small-{number}")["small"]
+        else:
+            yield stack.run(dense, chunk.dense, chunk.call), stack.run(layer, chunk.small, chunk.call)
+        for name in parts.readers:
+            streams.work.drop(f"goal-{number}-{name}")
+        streams.work.drop(f"small-{number}")
 
 
-def _goals(stack: Stack, dense: nn.Module, parts: LayerParts, chunk: Chunk) -> list[Tensor]:
+def _goals(stack: Stack, dense: nn.Module, parts: LayerParts, chunk: Chunk) -> dict[str, Tensor]:
     """What the dense stream is behind each reader or, where they do not add to it, what each writes."""
     with watching(dense, parts.readers) as seen:
         end = stack.run(dense, chunk.dense, chunk.call)
     if not parts.adds:
-        return [seen.outputs[name] for name in parts.readers]
-    found = [end]
-    for name in reversed(parts.readers[1:]):
-        found.append(found[-1] - seen.outputs[name])
-    return found[::-1]
+        return {name: seen.outputs[name] for name in parts.readers}
+    found = {}
+    for name in reversed(parts.readers):
+        found[name] = end
+        end = end - seen.outputs[name]
+    return found
 
 
 class _Enough(Exception):

@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from crystallite.compression.decoders.layer_fit import Chunk, FittedLayer, fit_layer_
+from crystallite.compression.decoders.layer_fit import Chunk, FittedLayer, Streams, fit_layer_
 from crystallite.compression.decoders.layer_parts import LayerParts, find_parts
 from crystallite.compression.decoders.sensitivity import LayerProbe, back_through, gradients_at_end
 from crystallite.compression.decoders.share_out import SizeCurve, share_out
@@ -23,7 +24,6 @@ from crystallite.core.suggest import matching
 from crystallite.data.batch import Batch
 from crystallite.data.calibration import Calibration
 from crystallite.data.outputs import judged
-from crystallite.graph.neuron_groups import NeuronGroup
 from crystallite.models.layers import Unit, change, find_units
 from crystallite.models.record import CompressedOptions, LayerChange, OperatorRecord, Record
 from crystallite.statistics.output_error import relative_error
@@ -154,12 +154,9 @@ class DecoderFit:
         """Sizes that add least damage and leave at most `limit` of what all costs."""
         curves: dict[str, SizeCurve] = {}
         for number, probe in enumerate(probes):
-            layer = self.stack.layers[number]
-            parts = self.parts(layer, number)
             for key, costs in probe.costs.items():
-                sizes, errors = costs[:, 0].long().tolist(), costs[:, 1].tolist()
-                saved = saved_by(layer, parts.groups[key])
-                curves[f"{number} {key}"] = SizeCurve(tuple(sizes), tuple(errors), saved)
+                sizes, errors, weights = (tuple(column) for column in costs.T.tolist())
+                curves[f"{number} {key}"] = SizeCurve(tuple(map(int, sizes)), errors, weights)
         if not curves:
             raise InvalidOption("no part of any layer can be made smaller")
         names = {name: name.partition(" ")[2] for name in curves} if self.form == "uniform" else {n: n for n in curves}
@@ -173,7 +170,7 @@ class DecoderFit:
             number, _, key = name.partition(" ")
             size = chosen[names[name]]
             found[int(number)][key] = size
-            predicted += curve.costs[curve.sizes.index(size)]
+            predicted += curve.errors[curve.sizes.index(size)]
         return Plan(tuple(found), predicted)
 
     @torch.no_grad()
@@ -195,10 +192,10 @@ class DecoderFit:
                 continue
             dense = self.layers.read(number)
             layer = copy.deepcopy(dense)
-            chunks = [self._chunk(number, n) for n in range(len(self.batches))]
+            streams = Streams(partial(self._chunk, number), len(self.batches), work)
             parts = self.parts(dense, number)
             fitted, ends = fit_layer_(
-                self.stack, dense, layer, parts, probes[number], plan.sizes[number], chunks, self.ridge
+                self.stack, dense, layer, parts, probes[number], plan.sizes[number], streams, self.ridge
             )
             for n, (expected, found) in enumerate(ends):
                 work.put(f"streams-{number + 1}-{n}", {"dense": expected, "small": found})
@@ -222,7 +219,7 @@ class DecoderFit:
             streams = self.work.get(f"streams-{self.count}-{number}")
             dense, small = (streams[name].flatten(0, 1) for name in ("dense", "small"))
             for start in range(0, len(dense), _HEAD):
-                rows = [self.stack.end(part[None, start : start + _HEAD]) for part in (dense, small)]
+                rows = [self.stack.end(part[start : start + _HEAD, None])[:, 0] for part in (dense, small)]
                 (expected,), (found,) = (list(judged({"logits": logits}).values()) for logits in rows)
                 errors.append(float(relative_error(found, expected, Batch(0, 1))))
         return sum(errors) / len(errors)
@@ -230,23 +227,6 @@ class DecoderFit:
 
 def _positions(batch: Batch) -> int:
     return int(batch.named["input_ids"].numel())
-
-
-def saved_by(layer: nn.Module, group: NeuronGroup) -> float:
-    """Multiply-adds, and weights, that each neuron of a group stands for."""
-    found = 0.0
-    for name in group.writers:
-        found += group.outputs(name) * _size(layer, name)[1]
-    for name in group.readers:
-        found += group.width * _size(layer, name)[0]
-    return found
-
-
-def _size(layer: nn.Module, name: str) -> tuple[int, int]:
-    """Outputs and inputs."""
-    module = layer.get_submodule(name)
-    outputs, inputs = module.get_parameter("weight").shape
-    return (outputs, inputs) if isinstance(module, nn.Linear) else (inputs, outputs)
 
 
 def in_chunks(batches: Sequence[Batch]) -> tuple[Batch, ...]:
@@ -297,8 +277,8 @@ def fit_decoder(
         for n, layer in enumerate(stack.layers)
     }
     fit = DecoderFit(
-        stack, layers, (*fitted, *held_out), len(held_out), options.form, options.ridge, options.seed, work, kept,
-        progress,
+        stack.quick(), layers, (*fitted, *held_out), len(held_out), options.form, options.ridge, options.seed, work,
+        kept, progress,
     )  # fmt: skip
     if options.objective == "parameters":
         total = sum(p.numel() for p in stack.model.parameters())
@@ -316,6 +296,8 @@ def fit_decoder(
         inside = name.removeprefix(f"{stack.name}.").partition(".")[2]
         if name not in asked:
             return NOT_ASKED
+        if not name.startswith(f"{stack.name}."):
+            return "outside the layers"
         return parts.alone.get(inside, "") or f'nothing of it may go with form="{options.form}"'
 
     made = CompressedOptions(

@@ -6,7 +6,7 @@ metric, so that an error δ of the stream changes what is decided by E(g·δ)²/
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -34,7 +34,7 @@ class LayerProbe:
     """What is known of a layer: how much its outputs matter, and what it costs to make each part smaller."""
 
     factors: Mapping[str, Tensor]  # reader → (outputs, outputs) lower root of the mean ggᵀ
-    costs: Mapping[str, Tensor]  # part → (sizes, 2): how many are left, and what that costs; largest first
+    costs: Mapping[str, Tensor]  # part → (sizes, 3): neurons that are left, the error that adds, and their weights
     orders: Mapping[str, Tensor]  # part of queries and keys → its neurons, the most needed first
 
     def to_tensors(self) -> dict[str, Tensor]:
@@ -117,15 +117,37 @@ def back_through(
         if group.inside_heads:
             regression = rotated(regression, group)[0]
         errors = elimination_costs(regression, sizes_of(group), group.places)
-        costs[key] = torch.tensor([(size, error / scale) for size, error in errors.items()], dtype=torch.float64)
+        each = weights_of(layer, group) / group.size
+        costs[key] = _table((size, error / scale, size * each) for size, error in errors.items())
     orders = {}
     for key, group in scores.items():
         orders[key] = worth[key].argsort(descending=True, stable=True)
         lost = (worth[key].sum() - worth[key][orders[key]].cumsum(0)) / positions
-        costs[key] = torch.tensor(
-            [(size, max(float(lost[size - 1]), 0.0)) for size in sizes_of(group)], dtype=torch.float64
-        )
+        held = _weights_held(layer, group)[orders[key]].cumsum(0)  # positions turn some numbers in pairs, others not
+        costs[key] = _table((n, max(float(lost[n - 1]), 0.0), float(held[n - 1])) for n in sizes_of(group))
     return LayerProbe(factors, costs, orders), before
+
+
+def _table(rows: Iterable[tuple[int, float, float]]) -> Tensor:
+    return torch.tensor(list(rows), dtype=torch.float64)
+
+
+def weights_of(layer: nn.Module, group: NeuronGroup) -> float:
+    """How many weights belong to a group."""
+    found = _weights_held(layer, group).sum()
+    for name in group.readers:
+        found += int((group.columns[name] >= 0).sum()) * len(matrix_of(layer.get_submodule(name)))
+    return float(found)
+
+
+def _weights_held(layer: nn.Module, group: NeuronGroup) -> Tensor:
+    """(neurons,) of layers that write them."""
+    found = torch.zeros(group.size, dtype=torch.float64)
+    for name in group.writers:
+        labels = group.rows[name]
+        counts = torch.bincount(labels[labels >= 0], minlength=group.size)
+        found += counts * matrix_of(layer.get_submodule(name)).shape[1]
+    return found
 
 
 def with_constant(x: Tensor) -> Tensor:

@@ -13,18 +13,21 @@ __all__ = ["SizeCurve", "share_out"]
 
 @dataclass(frozen=True)
 class SizeCurve:
-    """What parts that shall have one size cost over that size, and what each of their neurons would save."""
+    """What it adds to the error that parts which shall have one size are smaller, and how large they are then."""
 
-    sizes: tuple[int, ...]  # largest first
-    costs: tuple[float, ...]
-    saved: float  # for each neuron that goes
+    sizes: tuple[int, ...]  # neurons, largest first
+    errors: tuple[float, ...]
+    weights: tuple[float, ...]  # that belong to the neurons that are left
 
     @classmethod
     def sum(cls, curves: Sequence[SizeCurve]) -> SizeCurve:
         """One curve for parts that shall be equal."""
         (sizes,) = {curve.sizes for curve in curves}
-        costs = tuple(map(sum, zip(*(curve.costs for curve in curves), strict=True)))
-        return cls(sizes, costs, sum(curve.saved for curve in curves))
+        errors, weights = (
+            tuple(map(sum, zip(*(getattr(curve, side) for curve in curves), strict=True)))
+            for side in ("errors", "weights")
+        )
+        return cls(sizes, errors, weights)
 
 
 def share_out(curves: Mapping[str, SizeCurve], total: float, limit: float) -> dict[str, int]:
@@ -33,7 +36,7 @@ def share_out(curves: Mapping[str, SizeCurve], total: float, limit: float) -> di
     Greedy along the lower convex hull of every curve, which is the best there is up to the last step; the last one is
     then as small as the limit allows.
 
-    >>> flat, steep = SizeCurve((4, 2, 1), (0.0, 1.0, 2.0), 1.0), SizeCurve((4, 2, 1), (0.0, 9.0, 20.0), 1.0)
+    >>> flat, steep = (SizeCurve((4, 2, 1), errors, (4, 2, 1)) for errors in ((0.0, 1.0, 2.0), (0.0, 9.0, 20.0)))
     >>> share_out({"a": flat, "b": steep}, 8.0, 5.0)
     {'a': 1, 'b': 4}
     """
@@ -43,8 +46,9 @@ def share_out(curves: Mapping[str, SizeCurve], total: float, limit: float) -> di
     def push(name: str) -> None:
         curve, here = curves[name], at[name]
         steps = [
-            ((max(curve.costs[i] - curve.costs[here], 0.0)) / ((curve.sizes[here] - curve.sizes[i]) * curve.saved), i)
+            (max(curve.errors[i] - curve.errors[here], 0.0) / (curve.weights[here] - curve.weights[i]), i)
             for i in range(here + 1, len(curve.sizes))
+            if curve.weights[i] < curve.weights[here]
         ]
         if steps:
             slope, place = min(steps, key=lambda step: (step[0], step[1]))
@@ -57,11 +61,9 @@ def share_out(curves: Mapping[str, SizeCurve], total: float, limit: float) -> di
             raise InvalidOption(f"the smallest that can be reached here is {left / total:.3f} of it")
         _, name, place = heapq.heappop(waiting)
         curve, here = curves[name], at[name]
-        enough = [
-            i for i in range(here + 1, place) if left - (curve.sizes[here] - curve.sizes[i]) * curve.saved <= limit
-        ]
+        enough = [i for i in range(here + 1, place) if left - curve.weights[here] + curve.weights[i] <= limit]
         place = enough[0] if enough else place
-        left -= (curve.sizes[here] - curve.sizes[place]) * curve.saved
+        left -= curve.weights[here] - curve.weights[place]
         at[name] = place
         push(name)
     return {name: curves[name].sizes[place] for name, place in at.items()}
