@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +27,7 @@ from crystallite.graph.trials import acts_alone, can_remove, can_rotate, compare
 from crystallite.models.record import OUTSIDE_EXPERTS
 from crystallite.statistics.regression import Regression
 
-__all__ = ["Prunable", "eliminate", "elimination_costs", "find_prunable", "find_prunable_with_experts"]
+__all__ = ["Prunable", "eliminate", "elimination_order", "find_prunable", "find_prunable_with_experts"]
 
 _PORTION = 1 / 48  # of the neurons that go at once; after each portion all others are fitted again
 
@@ -188,10 +189,20 @@ def eliminate(
     return found
 
 
-def elimination_costs(regression: Regression, sizes: Sequence[int], places: Tensor) -> dict[int, float]:
-    """For each size, what the best weight without all other neurons adds to the error; see `eliminate`."""
+def elimination_order(regression: Regression, sizes: Sequence[int], places: Tensor) -> tuple[Tensor, dict[int, float]]:
+    """The neurons, those that stay longest first, and for each size what the best weight without the others costs.
+
+    See `eliminate`. Neurons that go between two sizes stand in the order of their numbers.
+    """
     places = places.to(regression.metric.device)
-    return {len(alive): cost for alive, _, _, cost in _eliminated(regression, sizes, places)}
+    left, costs = [], {}
+    for alive, _, _, cost in _eliminated(regression, sizes, places):
+        left.append(alive.cpu())
+        costs[len(alive)] = cost
+    order = [left[-1]]
+    for fewer, more in pairwise(reversed(left)):
+        order.append(more[~torch.isin(more, fewer)])
+    return torch.cat(order), costs
 
 
 def _eliminated(

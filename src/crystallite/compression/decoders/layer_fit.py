@@ -73,10 +73,17 @@ def fit_layer_(
     rows: dict[str, Tensor] = {}
     columns: dict[str, Tensor] = {}
     embedded: set[str] = set()
+    left: dict[str, tuple[int, int]] = {}
     for key, group in parts.groups.items():
-        if not group.readers and sizes.get(key, group.size) < group.size:
+        if sizes.get(key, group.size) == group.size:
+            continue
+        if not group.readers:
             _silence_(layer, group, probe.orders[key][: sizes[key]], rows)
             embedded |= {*group.layers}
+        elif not group.embedded:  # what is chosen goes at once: the rest is quicker to run and to fit
+            kept = probe.orders[key][: sizes[key]].sort().values
+            gone = {name: group.lost(name, kept) for name in group.writers}
+            left |= _shrink_(layer, gone, {group.reader: group.read(kept)}, set())
     errors, work = {}, streams.work
     for number, chunk in streams.chunks():
         for name, goal in _goals(stack, dense, parts, chunk).items():
@@ -95,9 +102,9 @@ def fit_layer_(
             (held if chunk.held_out else moments).add(scaled, target.flatten(0, -2) * scale)
         fitted = _solved(moments, held, own_weight(module), ridge)
         weight = judged = fitted.weight
-        if read is not None and sizes.get(read[0], read[1].size) < read[1].size:
+        if read is not None and read[1].embedded and sizes.get(read[0], read[1].size) < read[1].size:
             weight, judged = _reduced_(layer, fitted, probe.factors[name], read[1], sizes[read[0]], rows, columns)
-            embedded |= {*read[1].layers} if read[1].embedded else set()
+            embedded |= {*read[1].layers}
         errors[name] = fitted.error(judged)
         set_layer_(module, weight[:, :-1], weight[:, -1])
         moved = read is not None and read[1].inside_heads and read[1].reader in columns  # it reads other numbers now
@@ -106,14 +113,17 @@ def fit_layer_(
             small = work.get(f"small-{number}")["small"]
             work.put(f"small-{number}", {"small": small + stack.run(module, x, ((), {}))})
             work.drop(f"read-{number}")
-    done = FittedLayer(_shrink_(layer, rows, columns, embedded), errors)
+    done = FittedLayer(left | _shrink_(layer, rows, columns, embedded), errors)
     return done, _ends(stack, dense, layer, parts, streams)
 
 
 def _solved(moments: Moments, held: Moments, own: Tensor, ridge: float) -> Regression:
     """The best dense weight; of several strengths of the ridge, the one that does best on held-out samples."""
-    found = [Regression.solve(moments, held, own, False, ridge * factor) for factor in _RIDGES]
-    return min(found, key=lambda one: one.error(one.weight))
+    best = Regression.solve(moments, held, own, False, ridge * _RIDGES[0])
+    for factor in _RIDGES[1:]:
+        other = Regression.solve(moments, held, own, False, ridge * factor)
+        best = min(best, other, key=lambda one: one.error(one.weight))
+    return best
 
 
 def _ends(

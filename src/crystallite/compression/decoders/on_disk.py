@@ -34,7 +34,7 @@ _PROGRAM = 450_000_000  # bytes that Python and PyTorch take
 _LAYERS = 3  # at once: the dense one, the smaller one, and what is written of it
 _SQUARES = 10  # matrices of neurons × neurons in float64, while a layer is fitted
 _ACTIVATIONS = 4  # of a chunk
-_CHUNK = 4096  # positions in it
+_CHUNK = 2048  # positions in it
 
 
 @dataclass(frozen=True)

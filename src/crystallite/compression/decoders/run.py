@@ -30,9 +30,9 @@ from crystallite.statistics.output_error import relative_error
 
 __all__ = ["DecoderFit", "DecoderOptions", "Layers", "Plan", "as_tokens", "fit_decoder"]
 
-_CHUNK = 4096  # positions that are run at once
+_CHUNK = 2048  # positions that are run at once
 _PROBED = 8192  # positions from which sizes are chosen
-_HEAD = 256  # positions at once, where logits of both models are compared
+_HEAD = 64  # positions at once, where logits of both models are compared
 
 
 class Layers(Protocol):

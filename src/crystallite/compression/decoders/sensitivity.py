@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from crystallite.compression.decoders.layer_parts import LayerParts, watching
 from crystallite.compression.decoders.stack import Call, Stack
 from crystallite.compression.heads import value_rotation
-from crystallite.compression.pruning import elimination_costs
+from crystallite.compression.pruning import elimination_order
 from crystallite.graph.neuron_groups import NeuronGroup
 from crystallite.statistics.layer_io import matrix_of
 from crystallite.statistics.moments import Moments
@@ -35,7 +35,7 @@ class LayerProbe:
 
     factors: Mapping[str, Tensor]  # reader → (outputs, outputs) lower root of the mean ggᵀ
     costs: Mapping[str, Tensor]  # part → (sizes, 3): neurons that are left, the error that adds, and their weights
-    orders: Mapping[str, Tensor]  # part of queries and keys → its neurons, the most needed first
+    orders: Mapping[str, Tensor]  # part → its neurons, the most needed first; of values: none, as heads are rotated
 
     def to_tensors(self) -> dict[str, Tensor]:
         kinds = {"factor": self.factors, "cost": self.costs, "order": self.orders}
@@ -59,7 +59,9 @@ def gradients_at_end(stack: Stack, hidden: Tensor, seed: int) -> Tensor:
             part = hidden[sample : sample + 1, start : start + _POSITIONS].clone().requires_grad_()
             with torch.enable_grad():
                 logits = stack.end(part)[0].float()
-                drawn = torch.multinomial(logits.detach().softmax(-1), 1, generator=rng)[:, 0]
+                sums = logits.detach().softmax(-1).cumsum(-1)
+                at = torch.rand(len(sums), 1, generator=rng).to(sums) * sums[:, -1:]
+                drawn = torch.searchsorted(sums, at)[:, 0].clamp_max(sums.shape[1] - 1)
                 F.cross_entropy(logits, drawn, reduction="sum").backward()  # type: ignore[no-untyped-call]
             assert part.grad is not None
             found[sample : sample + 1, start : start + _POSITIONS] = part.grad
@@ -107,7 +109,7 @@ def back_through(
     for parameter in trained:
         parameter.requires_grad_()
     factors = {name: _root(total / positions) for name, total in squares.items()}
-    costs = {}
+    costs, orders = {}, {}
     for name, found in moments.items():
         read = parts.read_by(name)
         assert read is not None
@@ -116,10 +118,11 @@ def back_through(
         regression = _of_layer(layer.get_submodule(name), found, factors[name])
         if group.inside_heads:
             regression = rotated(regression, group)[0]
-        errors = elimination_costs(regression, sizes_of(group), group.places)
+        order, errors = elimination_order(regression, sizes_of(group), group.places)
         each = weights_of(layer, group) / group.size
         costs[key] = _table((size, error / scale, size * each) for size, error in errors.items())
-    orders = {}
+        if not group.inside_heads:
+            orders[key] = order
     for key, group in scores.items():
         orders[key] = worth[key].argsort(descending=True, stable=True)
         lost = (worth[key].sum() - worth[key][orders[key]].cumsum(0)) / positions
