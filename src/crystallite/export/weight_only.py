@@ -85,9 +85,9 @@ def _split_products_(graph: Any) -> None:
     del graph.node[:]
     graph.node.extend(nodes)
     read = {name for node in nodes for name in node.input} | {each.name for each in graph.output}
-    left = [each for each in graph.initializer if each.name in read]
-    del graph.initializer[:]
-    graph.initializer.extend(left)
+    for place in reversed(range(len(graph.initializer))):  # one by one: a new list would copy the others
+        if graph.initializer[place].name not in read:
+            del graph.initializer[place]
 
 
 def _bytes(tensor: Any) -> int:
