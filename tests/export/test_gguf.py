@@ -261,6 +261,16 @@ def test_what_transformers_opened_is_written_again(type, tmp_path, tokenizer):
         np.testing.assert_allclose(*values, rtol=1e-2, atol=1e-4)
 
 
+@pytest.mark.parametrize("way", ["gpt-2", "pieces"])
+def test_tokenizers_that_change_texts_are_refused(way, tmp_path):
+    tokenizer = tiny.tokenizer(way)
+    before = tokenizer.backend_tokenizer.normalizer
+    steps = [tiny.normalizers.NFKC(), *([before] if before else [])]
+    tokenizer.backend_tokenizer.normalizer = tiny.normalizers.Sequence(steps)
+    with pytest.raises(cx.InvalidOption, match=r"llama.cpp takes texts as they are, .*tokenizer.json changes them"):
+        cx.export(tiny.decoder(), tmp_path / "a.gguf", tokenizer=tokenizer)
+
+
 def test_the_vocabulary_of_another_file_is_taken_as_it_is(tmp_path):
     model = tiny.decoder()
     first = cx.export(model, tmp_path / "a.gguf", tokenizer=tiny.tokenizer("smollm"))

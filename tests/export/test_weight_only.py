@@ -93,6 +93,18 @@ def test_steps_of_generation_go_with_few_bits(name, tmp_path):
         np.testing.assert_allclose(found["logits"][:, 0], wanted[:, position], atol=1e-4)
 
 
+def test_a_head_that_is_the_table_is_rounded_too(tmp_path):
+    """Large ones are not turned before the graph is written."""
+    torch.manual_seed(0)
+    kind = tiny.transformers.LlamaForCausalLM
+    sizes = {"vocab_size": 9000, "num_hidden_layers": 1, "tie_word_embeddings": True}
+    model = kind(kind.config_class(**tiny.GROUPED | sizes)).eval()
+    done = cx.export(model, tmp_path / "a.onnx", tiny.batches("llama"), type="q4_0", max_deviation=1)
+    assert bits(done.path) == [4] * 7 + [8]
+    tables = 9000 * 64  # numbers
+    assert done.bytes < 3 * tables
+
+
 @pytest.mark.parametrize("past", [False, True])
 def test_blocks_of_decoders_are_rounded_too(past, tmp_path):
     model = tiny.build("llama")

@@ -73,7 +73,7 @@ class StoredTensor:
 
     def numbers(self) -> Tensor:
         """In float32, as they are written."""
-        found = self.tensor.detach().float()
+        found = self.tensor.detach().to("cpu", torch.float32)
         if self.turned_heads:
             halves = found.reshape(self.turned_heads, 2, -1, *found.shape[1:])
             found = halves.transpose(1, 2).reshape(found.shape)

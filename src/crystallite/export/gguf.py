@@ -22,6 +22,7 @@ __all__ = ["TYPES", "ExportedGguf", "export_gguf"]
 TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")  # those that the gguf package can write
 _FINE = "q8_0"  # for tables of tokens in files of fewer bits: llama.cpp's own quantisation keeps these finer, too
 _SHOWN = 3  # names of tensors in a note
+_AT_ONCE = 1 << 22  # numbers that are compared
 
 
 @dataclass(frozen=True)
@@ -153,14 +154,17 @@ def _write_tensors(writer: Any, library: Any, decoder: Decoder, kinds: dict[str,
 
     apart = size = 0.0
     for each in decoder.tensors:
-        numbers = each.numbers().numpy()
+        kind, numbers = kinds[each.name], each.numbers().numpy()
         with np.errstate(over="ignore"):  # which is told below
-            stored = quantize(numbers, kinds[each.name])
+            stored = quantize(numbers, kind)
         writer.write_tensor_data(stored)
-        difference = dequantize(stored, kinds[each.name]).reshape(numbers.shape) - numbers
-        squares = float((difference.astype("float64") ** 2).sum())
-        if not math.isfinite(squares):
-            raise InvalidOption(f'{each.name}: numbers too large for {kinds[each.name].name.lower()}; pass type="f32"')
-        apart += squares
-        size += float((numbers.astype("float64") ** 2).sum())
+        rows, packed = (array.reshape(-1, array.shape[-1]) for array in (numbers, stored))
+        step = max(_AT_ONCE // rows.shape[1], 1)
+        for start in range(0, len(rows), step):
+            wanted = rows[start : start + step]
+            difference = dequantize(packed[start : start + step], kind).reshape(wanted.shape) - wanted
+            apart += float(np.square(difference, dtype=np.float64).sum())
+            size += float(np.square(wanted, dtype=np.float64).sum())
+        if not math.isfinite(apart):
+            raise InvalidOption(f'{each.name}: numbers too large for {kind.name.lower()}; pass type="f32"')
     return math.sqrt(apart / size) if size else 0.0

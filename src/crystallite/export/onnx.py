@@ -97,6 +97,7 @@ def export_onnx(
             library, function, plain, file, apart, traced, _equal_axes(function, traced, checked)
         )
         if kind != "f32":
+            del graph.session  # which holds the weights once more
             file = quantised(file, apart) if int8 else with_rounded_weights(file, type, _LARGEST)
             graph = InRuntime(library, file, function)
         found = graph.compare(checked)

@@ -60,7 +60,10 @@ def _that_write_outputs(graph: Any) -> list[str]:
 
 
 def _split_products_(graph: Any) -> None:
-    """Write x W + b as a product and a sum, as only products of their own are read in blocks."""
+    """Write x W + b as a product and a sum, and Wᵀ as it is multiplied: only products with weights are read in blocks.
+
+    Wᵀ is computed in the graph where a table is tied to a head.
+    """
     from onnx import helper, numpy_helper
 
     weights = {each.name: each for each in graph.initializer}
@@ -68,6 +71,10 @@ def _split_products_(graph: Any) -> None:
     nodes = []
     for node in graph.node:
         given = {each.name: helper.get_attribute_value(each) for each in node.attribute}
+        if node.op_type == "Transpose" and node.input[0] in weights and given.get("perm", [1, 0]) == [1, 0]:
+            value = numpy_helper.to_array(weights[node.input[0]]).T.copy()
+            graph.initializer.append(numpy_helper.from_array(value, node.output[0]))
+            continue
         turned = given.pop("transB", 0)
         if node.op_type != "Gemm" or node.input[1] not in weights or any(given[k] != plain[k] for k in given):
             nodes.append(node)
@@ -85,9 +92,9 @@ def _split_products_(graph: Any) -> None:
     del graph.node[:]
     graph.node.extend(nodes)
     read = {name for node in nodes for name in node.input} | {each.name for each in graph.output}
-    left = [each for each in graph.initializer if each.name in read]
-    del graph.initializer[:]
-    graph.initializer.extend(left)
+    for place in reversed(range(len(graph.initializer))):  # one by one: a new list would copy the others
+        if graph.initializer[place].name not in read:
+            del graph.initializer[place]
 
 
 def _bytes(tensor: Any) -> int:
