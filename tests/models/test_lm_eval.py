@@ -78,7 +78,11 @@ def test_the_harness_judges_what_was_saved(tmp_path, tasks, form):
     cx.save(small, tmp_path / "small", files=tmp_path / "model")
     script = SCRIPT.format(imports="import crystallite" if form == "any" else "")
     paths = [str(Path(cx.__file__).parents[1]), *filter(None, sys.path)]
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "cache"), "PYTHONPATH": ":".join(paths)}
+    environment = os.environ | {
+        "HF_HUB_OFFLINE": "1",
+        "HF_HOME": str(tmp_path / "cache"),
+        "PYTHONPATH": ":".join(paths),
+    }
     words = [sys.executable, "-c", script, str(tmp_path / "small"), str(tasks[0])]
     done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False, timeout=1800)
     assert done.returncode == 0, done.stderr
