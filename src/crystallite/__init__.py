@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from crystallite.annealing import nulls
     from crystallite.annealing.anneal import Annealing, anneal
     from crystallite.compression.compress import compress
+    from crystallite.compression.decoders.on_disk import compress_folder
     from crystallite.core.errors import (
         CheckpointError,
         CrystalliteError,
@@ -26,7 +27,9 @@ if TYPE_CHECKING:
     from crystallite.core.tables import Table
     from crystallite.data.text import Texts, texts
     from crystallite.discovery import Modules, discover
-    from crystallite.export.onnx import Exported, export
+    from crystallite.export.gguf import ExportedGguf
+    from crystallite.export.onnx import Exported
+    from crystallite.export.run import export
     from crystallite.models.artifact import load, save
     from crystallite.models.block_loading import LoadedBlock, load_block
     from crystallite.models.manifest import attach_verdict, read_manifest, source_sha256
@@ -75,6 +78,7 @@ __all__ = [
     "ExactOptions",
     "ExpandedAttention",
     "Exported",
+    "ExportedGguf",
     "InvalidMap",
     "InvalidMatrix",
     "InvalidOption",
@@ -104,6 +108,7 @@ __all__ = [
     "attach_verdict",
     "baselines",
     "compress",
+    "compress_folder",
     "decompose",
     "discover",
     "export",
@@ -137,13 +142,16 @@ _HOME = {
         "analysis": "Analysis MatrixAnalysis analyze",
         "annealing.anneal": "Annealing anneal",
         "compression.compress": "compress",
+        "compression.decoders.on_disk": "compress_folder",
         "core.errors": "CheckpointError CrystalliteError CrystalliteWarning InvalidMap InvalidMatrix InvalidOption "
         "WriteError",
         "core.maps": "Embedding Permutation Projection",
         "core.tables": "Table",
         "data.text": "Texts texts",
         "discovery": "Modules discover",
-        "export.onnx": "Exported export",
+        "export.gguf": "ExportedGguf",
+        "export.onnx": "Exported",
+        "export.run": "export",
         "models.artifact": "load save",
         "models.block_loading": "LoadedBlock load_block",
         "models.manifest": "attach_verdict read_manifest source_sha256",

@@ -20,6 +20,8 @@ from crystallite.cli.main import main
 from crystallite.cli.options import imported
 from crystallite.compression.compress import OBJECTIVES
 from crystallite.compression.guarantee import RISKS
+from crystallite.export.gguf import TYPES as GGUF_TYPES
+from crystallite.export.onnx import TYPES as ONNX_TYPES
 from crystallite.validation.metrics import METRICS
 
 # what only code can pass, or what a command passes itself
@@ -64,6 +66,8 @@ def test_choices_are_those_of_the_functions():
         assert choices[command, "correction"] == tuple(filter(None, CORRECTIONS))
         assert choices[command, "random_walk"] == METHODS
     assert choices["compress", "objective"] == OBJECTIVES
+    assert choices["export", "type"] == GGUF_TYPES
+    assert set(ONNX_TYPES) < set(GGUF_TYPES)
     assert choices["compress", "risk"] == tuple(RISKS)
     assert choices["validate", "metric"] == tuple(METRICS)
     assert choices["bench", "metric"] == tuple(sorted([*METRICS, *LIKENESS]))
@@ -121,7 +125,8 @@ def test_what_was_not_given_is_not_passed_on(monkeypatch, tmp_path):
         ("validate a b --data x.npz --max-drop 0.1", "--max-drop needs --metric"),
         ("upgrade m --out small --data x.npz", "exactly one of --blocks, --modules; got none of them"),
         ("upgrade m --out small --data x.npz --modules --partition random", "--partition and --modules do not"),
-        ("export m x.onnx --data x.npz --max-deviation 0.5", "--max-deviation needs --int8"),
+        ("export m x.onnx --max-deviation 0.5", "--max-deviation needs --data"),
+        ("export m x.onnx --data x.npz --int8 --type q4_0", "--int8 and --type do not go together"),
         ("serve small --plan --port 80", "--plan and --port do not go together"),
         ("serve small --json", "--json needs --plan"),
         ("bench --baselines m --clients 3", "--clients needs --serve"),

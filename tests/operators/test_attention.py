@@ -10,7 +10,7 @@ from torch import nn
 
 import crystallite as cx
 from crystallite.core.errors import CheckpointError, CrystalliteError, InvalidMatrix, InvalidOption
-from crystallite.export.onnx import export
+from crystallite.export.run import export
 from crystallite.models.composites import collapse_, expand_
 from crystallite.models.description import build, describe
 from crystallite.models.layers import find_units

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as trees
 
 from crystallite.data.batch import Batch
-from crystallite.export.onnx import export
+from crystallite.export.run import export
 from crystallite.export.tracing import as_function
 
 __all__ = ["InOnnxRuntime"]

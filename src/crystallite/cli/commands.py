@@ -108,6 +108,12 @@ _COMPRESS = Command(
                metavar="RISK"),
         Option("objective", "what the budget is a share of", default="macs",
                choices=("macs", "parameters", "latency", "int8"), excludes=("--blocks",)),
+        Option("form", "what layers may become: anything, ordinary layers of other sizes, or (decoders) of the same "
+               "sizes throughout, which load without crystallite", default="any", choices=("any", "dense", "uniform"),
+               excludes=("--blocks",)),
+        Option("memory", "memory that a decoder may take, such as 3GB: layers are then read, fitted and written one by "
+               "one", metavar="BYTES", own=True,
+               excludes=("--blocks", "--tolerance", "--polish-steps", "--weights")),
         Option("joint", "use one partition through consecutive layers", takes="nothing", default=False,
                needs="--blocks"),
         Option("confidence", "confidence with which the tolerance must be shown", float, 0.95, needs="--tolerance"),
@@ -127,6 +133,7 @@ _COMPRESS = Command(
     example=f"""\
   crystallite compress ./my-hf-model --budget 0.5 --calibration tokens.safetensors --out small
   crystallite compress ./my-hf-model --budget 0.8 --calibration prose.txt --calibration code.txt --out small
+  crystallite compress ./my-decoder --budget 0.8 --form uniform --memory 3GB --calibration prose.txt --out small
   crystallite compress my_package.models:build --tolerance 0.05 --calibration inputs.npz --out small
 
 {MODEL_NOTE}
@@ -203,34 +210,41 @@ _UPGRADE = Command(
 )  # fmt: skip
 _EXPORT = Command(
     "export",
-    "write a model as ONNX, also with 8-bit weights",
-    "Write a model as ONNX, and check the file in ONNX Runtime against the model.",
+    "write a model as ONNX or GGUF, also with 8- and 4-bit weights",
+    "Write a model as ONNX, and check the file in ONNX Runtime against the model; or as GGUF, the file of llama.cpp.",
     (
         MODEL,
-        Option("out", "file to write; must not exist", Path, metavar="FILE.onnx", takes="argument", own=True,
+        Option("out", "file to write; must not exist", Path, metavar="FILE.onnx|FILE.gguf", takes="argument", own=True,
                must_be="new"),
-        DATA,
+        replace(DATA, required=False, help="arrays or text to trace and check ONNX with: .npz, .safetensors or .txt"),
         LENGTH,
+        Option("type", "how weights are stored (default: f32 as ONNX, f16 as GGUF); ONNX has f32, q8_0, q4_1, q4_0",
+               choices=("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")),
         Option("past", "write one step of a decoder's generation: keys and values of past tokens go in, those of all "
-               "come out", takes="nothing", default=False),
-        Option("int8", "store the weights of linear layers as 8-bit integers", takes="nothing", default=False),
-        Option("max_deviation", "largest relative deviation that 8-bit weights may cause", float, 0.1,
-               needs="--int8"),
+               "come out", takes="nothing", default=False, needs="--data"),
+        Option("int8", "store the weights of linear layers as 8-bit integers, and quantise activations as they come",
+               takes="nothing", default=False, needs="--data", excludes=("--type",)),
+        Option("max_deviation", "largest relative deviation that 8-bit or rounded weights may cause (default: 0.1 with "
+               "8 bits, 0.3 with 4)", float, needs="--data"),
+        Option("tokenizer", "folder with tokenizer.json, or GGUF file of the same model, with the vocabulary for GGUF "
+               "(default: MODEL)", Path, metavar="PATH"),
         ORIGINAL,
         WEIGHTS,
         replace(BATCH, default=32),
         JSON,
     ),
     "crystallite.cli.export:run",
-    ("crystallite.export.onnx:export",),
+    ("crystallite.export.run:export",),
     example=f"""\
   crystallite export small small.onnx --data inputs.npz
-  crystallite export small small.onnx --data tokens.safetensors --int8
-  crystallite export ./my-decoder step.onnx --data tokens.safetensors --past
+  crystallite export small small.onnx --data inputs.npz --int8
+  crystallite export ./my-decoder step.onnx --data tokens.safetensors --past --type q4_0
+  crystallite export ./my-decoder small.gguf --type q8_0
 
 {DATA_NOTE}
-ONNX Runtime and the model run on the data, and the file is written only if they agree: to rounding, or with --int8
-within --max-deviation.
+ONNX Runtime and the model run on the data, and the file is written only if they agree: to rounding, or with --int8 or
+another --type within --max-deviation. GGUF takes language models of the Llama family whose layers are plain ones of any
+size, and no data.
 """,
 )  # fmt: skip
 _LISTENING = (

@@ -11,7 +11,7 @@ from torch import nn
 
 from crystallite.cli.running import open_data, print_result
 from crystallite.core.errors import InvalidOption
-from crystallite.export.onnx import export
+from crystallite.export.run import export
 from crystallite.models.artifact import load
 from crystallite.models.opening import open_model
 
@@ -20,7 +20,7 @@ __all__ = ["run"]
 
 def run(options: argparse.Namespace, given: dict[str, Any]) -> int:
     """Write the file and say how near it comes; 0."""
-    data = open_data(options, options.model, options.batch)
+    data = None if options.data is None else open_data(options, options.model, options.batch)
     done = export(_opened(options), options.out, data, **given)
     print_result(done, asdict(done), options, options.model)
     return 0

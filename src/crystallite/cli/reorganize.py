@@ -10,6 +10,8 @@ from typing import Any
 from torch import nn
 
 from crystallite.cli.running import open_calibration, open_dense, print_result
+from crystallite.core.errors import InvalidOption
+from crystallite.models.layered_folder import is_transformers_folder
 from crystallite.models.opening import write_model
 from crystallite.models.summary import summary
 
@@ -30,9 +32,24 @@ def run_compress(options: argparse.Namespace, given: dict[str, Any]) -> int:
     from crystallite.compression.compress import compress
 
     calibration = open_calibration(options, options.model, options.batch)
+    if options.memory is not None:
+        return _layer_by_layer(options, given, calibration)
     model = open_dense(options.model, options.weights)
     small = compress(model, calibration, progress=sys.stderr.isatty(), **given)
     return _saved(options, model, small, {**given, "calibration": ", ".join(map(str, options.calibration))})
+
+
+def _layer_by_layer(options: argparse.Namespace, given: dict[str, Any], calibration: Any) -> int:
+    """Compress a folder that need not fit into memory."""
+    from crystallite.compression.decoders.on_disk import compress_folder
+
+    if not is_transformers_folder(Path(options.model)):
+        raise InvalidOption(f"--memory: expected a transformers folder as MODEL, got {options.model}")
+    shown = {"memory": options.memory, "progress": sys.stderr.isatty()}
+    result = compress_folder(options.model, calibration, options.out, **shown, **given)
+    end = f"Saved in {options.out}."
+    print_result(f"{result}\n\n{end}", {**result.to_json(), "out": str(options.out)}, options, options.model)
+    return 0
 
 
 def _saved(options: argparse.Namespace, model: nn.Module, small: nn.Module, given: dict[str, Any]) -> int:

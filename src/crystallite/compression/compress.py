@@ -10,6 +10,9 @@ from typing import Any
 import numpy as np
 from torch import nn
 
+from crystallite.compression.decoders.in_memory import compress_decoder, small_layers
+from crystallite.compression.decoders.on_disk import FORMS
+from crystallite.compression.decoders.run import DecoderOptions
 from crystallite.compression.guarantee import cheapest, check_tolerance, sample_losses, set_aside
 from crystallite.compression.model_fit import ModelFit, change_options_
 from crystallite.core.errors import InvalidOption
@@ -38,6 +41,7 @@ def compress(
     confidence: float = 0.95,
     risk: str = "deviation",
     objective: str = "macs",
+    form: str = "any",
     polish_steps: int = 0,
     checkpoint: str | os.PathLike[str] | None = None,
     ridge: float = 0.01,
@@ -73,6 +77,9 @@ def compress(
         objective: what the budget is a share of: "macs", multiply-adds; "parameters"; "latency", the measured time that
             the layers take for the first batch, on this machine and its threads; or "int8", the time that they take in
             ONNX Runtime once they are exported with 8-bit weights.
+        form: what layers may become. "any": whatever does least damage. "dense": ordinary layers of other sizes only.
+            "uniform", for decoders: ordinary layers, of the same sizes throughout, so that the result is what its class
+            makes of a config with smaller numbers, and runs wherever the original did, without crystallite.
         polish_steps: so many steps of training inside the structure afterwards, to return what the dense model returns;
             the best state by held-out error is kept.
         checkpoint: a folder for the state of polishing; called again after an interruption, training goes on from there
@@ -106,7 +113,7 @@ def compress(
         >>> torch.allclose(small(x), model(x), atol=1e-4)
         True
     """
-    _check(budget, blocks, joint, tolerance, objective, ridge, polish_steps, checkpoint)
+    _check(budget, blocks, joint, tolerance, objective, form, ridge, polish_steps, checkpoint)
     model, notes = prepared(model, dense=True, finite=True)
     if tolerance is not None:
         check_tolerance(tolerance, confidence, risk)
@@ -114,7 +121,17 @@ def compress(
     data, aside = Calibration.read(calibration, widest, polish_steps > 0), ()
     if tolerance is not None:
         data, aside = set_aside(data, seed)  # type: ignore[assignment]
-    work = ModelFit.of(model, data, ridge, seed, targets, ignore, blocks is not None, objective, progress)
+    patterns = [(p,) if isinstance(p, str) else tuple(p) for p in (targets, ignore)]
+    if budget is not None and objective in ("macs", "parameters") and not polish_steps:
+        small = compress_decoder(model, data, DecoderOptions(budget, objective, form, ridge, seed, *patterns), progress)
+        if small is not None:
+            return _finished(small, model, notes, [*small_layers(small)], data)
+    if form == "uniform":
+        raise InvalidOption(
+            'form="uniform" is for decoders of language models, with budget= a share of "macs" or "parameters", and no '
+            f"polish_steps=; got a {type(model).__name__}"
+        )
+    work = ModelFit.of(model, data, ridge, seed, targets, ignore, blocks is not None, objective, form, progress)
     if blocks is None:
         work.cost.check(budget)
 
@@ -140,17 +157,23 @@ def compress(
 
         result, guarantee = cheapest(candidate, losses, tolerance, confidence, risk)
         change_options_(result, guarantee=guarantee)
-    result = collapse_(result)
+    return _finished(collapse_(result), model, notes, list(work.session.units), data)
+
+
+def _finished(
+    result: nn.Module, model: nn.Module, notes: tuple[str, ...], layers: list[str], data: Calibration
+) -> nn.Module:
+    """The result with all that its record and config should say."""
     with evaluating(result):
-        change_options_(result, inputs=describe(result, list(work.session.units), data.fitted, data.held_out))
+        change_options_(result, inputs=describe(result, layers, data.fitted, data.held_out))
     note_preparation_(result, notes)
     write_config(result, model)
     return result
 
 
 def _check(
-    budget: float | None, blocks: int | None, joint: bool, tolerance: float | None, objective: str, ridge: float,
-    polish_steps: int, checkpoint: Any,
+    budget: float | None, blocks: int | None, joint: bool, tolerance: float | None, objective: str, form: str,
+    ridge: float, polish_steps: int, checkpoint: Any,
 ) -> None:  # fmt: skip
     given = {"budget": budget, "blocks": blocks, "tolerance": tolerance}
     if sum(value is not None for value in given.values()) != 1:
@@ -163,6 +186,9 @@ def _check(
     if joint and blocks is None:
         raise InvalidOption("joint=True needs blocks=: the number of subnetworks")
     check_choice("objective", objective, OBJECTIVES)
+    check_choice("form", form, FORMS)
+    if form != "any" and blocks is not None:
+        raise InvalidOption("form= says what layers under a budget may become: pass budget= or tolerance= with it")
     if objective != "macs" and blocks is not None:
         raise InvalidOption("objective= says what a budget is a share of: pass budget= or tolerance= with it")
     if not 0 < ridge < 1e30:

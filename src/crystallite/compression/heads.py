@@ -14,7 +14,7 @@ from crystallite.graph.neuron_groups import NeuronGroup, rotate_heads_
 from crystallite.statistics.layer_io import matrix_of
 from crystallite.statistics.moments import Moments
 
-__all__ = ["Energy", "order_head_numbers_", "score_worth"]
+__all__ = ["Energy", "order_head_numbers_", "score_worth", "value_rotation"]
 
 _LEAST = 1e-3  # what a number is taken to be worth at least, as a share of the most, so that there is a way back
 
@@ -58,7 +58,8 @@ def order_head_numbers_(session: Session, groups: Sequence[NeuronGroup]) -> None
         carry = following
     for group in heads:
         if group.readers:
-            rotations = _handed_on(session, group, known[group.reader])
+            weight = matrix_of(session.units[group.reader].module).double()
+            rotations = value_rotation(group, weight, known[group.reader].covariances[0])
         elif group.compared[1].places.numel() == group.size:
             rotations = _compared(session, group, known)
         else:
@@ -66,17 +67,17 @@ def order_head_numbers_(session: Session, groups: Sequence[NeuronGroup]) -> None
         rotate_heads_(session.dense, group, *rotations)
 
 
-def _handed_on(session: Session, group: NeuronGroup, moments: Moments) -> tuple[Tensor, Tensor]:
-    """Matrices (heads, width, width): what each head's numbers become, and the way back.
+def value_rotation(group: NeuronGroup, weight: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:
+    """Matrices (heads, width, width): what the numbers that each head hands on become, and the way back.
 
-    Of O L = U S Vᵀ with the covariance LLᵀ, the numbers S Vᵀ L⁻¹ c are read by U. Where queries share a head, their
-    covariances are averaged, and what the reader makes of each counts.
+    weight: of the layer that reads them, (outputs, inputs); covariance: of its inputs. Of O L = U S Vᵀ with the
+    covariance LLᵀ of a head, the numbers S Vᵀ L⁻¹ c are read by U. Where queries share a head, their covariances are
+    averaged, and what the reader makes of each counts.
     """
-    weight, covariance = matrix_of(session.units[group.reader].module), moments.covariances[0]
     places = group.places.view(group.heads, -1, group.width).mT.to(covariance.device)  # (heads, queries, numbers)
     own = covariance[places[..., :, None], places[..., None, :]].mean(1)
     factor = _root(own)
-    read = weight.double()[:, places].permute(1, 2, 0, 3).flatten(1, 2)  # (heads, queries · outputs, numbers)
+    read = weight[:, places].permute(1, 2, 0, 3).flatten(1, 2)  # (heads, queries · outputs, numbers)
     rooted = read @ factor
     squares, right = (found.flip(-1) for found in torch.linalg.eigh(rooted.mT @ rooted))
     most = squares.amax(1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)

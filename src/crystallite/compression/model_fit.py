@@ -69,12 +69,13 @@ class ModelFit:
     parts: dict[str, list[str]]  # the layers of the session that a layer consists of: itself, or a recurrent one's
     cost: WholeCost
     objective: str  # what a budget is a share of
+    form: str  # what layers may become: see `compress`
     progress: bool
 
     @classmethod
     def of(
         cls, model: nn.Module, data: Calibration, ridge: float, seed: int, targets: str | Sequence[str],
-        ignore: str | Sequence[str], in_blocks: bool, objective: str, progress: bool,
+        ignore: str | Sequence[str], in_blocks: bool, objective: str, form: str, progress: bool,
     ) -> ModelFit:  # fmt: skip
         targets, ignore = ([p] if isinstance(p, str) else list(p) for p in (targets, ignore))
         model = expanded(model)
@@ -109,7 +110,7 @@ class ModelFit:
         cost = WholeCost.of(model, units, counts, objective)
         session = Session(dense, inner, data, plan, ridge, seed, counts, uncut, kernels=cost.each)
         named = {name: [part.name for part in some] for name, some in parts.items()}
-        return cls(model, session, units, named, cost, objective, progress)
+        return cls(model, session, units, named, cost, objective, form, progress)
 
     @cached_property
     def groups(self) -> tuple[Prunable, str]:
@@ -121,12 +122,17 @@ class ModelFit:
 
     def _may_lose(self, group: NeuronGroup) -> bool:
         """Whether nobody asked for the modules between the layers of a group to stay."""
+        if self.form != "any" and group.embedded:  # layers would keep their sizes outwards
+            return False
         return not any(name in self.units and self.units[name].reason == NOT_ASKED for name in group.passed)
 
     @cached_property
     def curves(self) -> tuple[dict[str, LayerCurve], list[NeuronCurve]]:
         """Output error over size, probed once for all budgets."""
-        return probe(self.session, self.groups[0].groups, self.progress)
+        layers, neurons = probe(self.session, self.groups[0].groups, self.progress)
+        if self.form != "any":
+            layers = {name: replace(curve, options=curve.options[:1]) for name, curve in layers.items()}
+        return layers, neurons
 
     @cached_property
     def price(self) -> Price | None:
@@ -187,7 +193,7 @@ class ModelFit:
             became = operator_records({part: (operators[part], left[part]) for part in parts}, session)
             changes[name] = self._change(name, became, result.get_submodule(name))
         _check_equal(result, student, session)
-        asked = {"budget": budget, "objective": self.objective}
+        asked = {"budget": budget, "objective": self.objective, "form": self.form}
         notes = {"sensitive": sensitive(allocation), "neurons_kept": untraced, "heads_kept": dict(prunable.reasons)}
         return self._recorded(result, changes, **asked, **notes)
 

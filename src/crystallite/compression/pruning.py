@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -26,7 +26,7 @@ from crystallite.graph.trials import acts_alone, can_remove, can_rotate, compare
 from crystallite.models.record import OUTSIDE_EXPERTS
 from crystallite.statistics.regression import Regression
 
-__all__ = ["Prunable", "eliminate", "find_prunable", "find_prunable_with_experts"]
+__all__ = ["Prunable", "eliminate", "elimination_costs", "find_prunable", "find_prunable_with_experts"]
 
 _PORTION = 1 / 48  # of the neurons that go at once; after each portion all others are fitted again
 
@@ -180,13 +180,30 @@ def eliminate(
     """
     inputs, device = len(regression.metric), regression.metric.device
     places = (torch.arange(inputs)[:, None] if places is None else places).to(device)
-    count, width = places.shape
+    found = dict[int, tuple[Tensor, Tensor]]()
+    for alive, others, weight, _ in _eliminated(regression, sizes, places):
+        whole = torch.zeros_like(regression.weight)
+        whole[:, torch.cat([places[alive].flatten(), others])] = weight
+        found[len(alive)] = alive, whole
+    return found
+
+
+def elimination_costs(regression: Regression, sizes: Sequence[int], places: Tensor) -> dict[int, float]:
+    """For each size, what the best weight without all other neurons adds to the error; see `eliminate`."""
+    places = places.to(regression.metric.device)
+    return {len(alive): cost for alive, _, _, cost in _eliminated(regression, sizes, places)}
+
+
+def _eliminated(
+    regression: Regression, sizes: Sequence[int], places: Tensor
+) -> Iterator[tuple[Tensor, Tensor, Tensor, float]]:
+    """Neurons that are left, inputs that are none, the weight for both of them, and what it costs; largest first."""
+    inputs, device, (count, width) = len(regression.metric), regression.metric.device, places.shape
     others = torch.ones(inputs, dtype=torch.bool, device=device).index_fill_(0, places.flatten(), False).nonzero()[:, 0]
     order = torch.cat([places.flatten(), others])  # neurons next to each other, the rest behind them
-    weight = regression.weight[:, order]
+    weight, cost = regression.weight[:, order], 0.0
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(regression.metric))[order][:, order]
     alive, each = torch.arange(count, device=device), torch.arange(width, device=device)
-    found = dict[int, tuple[Tensor, Tensor]]()
     for size in sorted(set(sizes), reverse=True):
         while len(alive) > size:
             worth = _costs(weight, inverse, len(alive), width).argsort(stable=True)
@@ -194,14 +211,14 @@ def eliminate(
             stay = worth[portion:].sort().values
             gone, left = ((some[:, None] * width + each).flatten() for some in (worth[:portion], stay))
             left = torch.cat([left, torch.arange(len(alive) * width, weight.shape[1], device=device)])
-            side = torch.linalg.solve(inverse[gone][:, gone], inverse[gone][:, left])  # (gone, left)
-            weight = weight[:, left] - weight[:, gone] @ side
+            lost = weight[:, gone]
+            both = torch.cat([inverse[gone][:, left], lost.T], 1)
+            side, back = torch.linalg.solve(inverse[gone][:, gone], both).split([len(left), len(lost)], 1)
+            cost += float((lost * back.T).sum())
+            weight = weight[:, left] - lost @ side
             inverse = inverse[left][:, left].addmm_(inverse[left][:, gone], side, alpha=-1)
             alive = alive[stay]
-        whole = torch.zeros_like(regression.weight)
-        whole[:, torch.cat([places[alive].flatten(), others])] = weight
-        found[size] = alive, whole
-    return found
+        yield alive, others, weight, cost
 
 
 def _costs(weight: Tensor, inverse: Tensor, neurons: int, width: int) -> Tensor:

@@ -23,7 +23,7 @@ try:
 except ImportError:  # Windows: left-overs stay
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["new_folder", "sync_folder", "write_file", "writing"]
+__all__ = ["new_file", "new_folder", "sync_folder", "write_file", "writing"]
 
 
 @contextmanager
@@ -42,21 +42,31 @@ def writing(path: str | os.PathLike[str]) -> Iterator[None]:
         raise WriteError(f"{path}: expected a place that can be written to, got: {reason:.300}") from error
 
 
-def write_file(path: str | os.PathLike[str], contents: bytes) -> Path:
-    """Write or replace a file at once or not at all, in a folder that is made where it is missing; returns its path."""
+@contextmanager
+def new_file(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """A file under another name, which gets its own when it is written; if there is an error, nothing stays.
+
+    A file that has the name by then is replaced. The folder is made where it is missing.
+    """
     target = Path(path)
     unfinished = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
     with writing(target):
         target.parent.mkdir(parents=True, exist_ok=True)
         try:
-            unfinished.write_bytes(contents)
+            yield unfinished
             _sync(unfinished)
             unfinished.replace(target)
             _sync(target.parent)
         finally:
             with suppress(OSError):  # there is none, or no folder for it
                 unfinished.unlink()
-    return target
+
+
+def write_file(path: str | os.PathLike[str], contents: bytes) -> Path:
+    """Write or replace a file at once or not at all, in a folder that is made where it is missing; returns its path."""
+    with new_file(path) as unfinished:
+        unfinished.write_bytes(contents)
+    return Path(path)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from crystallite.export.tracing import quiet
 from crystallite.models.swap import put_everywhere_
 from crystallite.operators.linear import BlockLinear
 
-__all__ = ["quantised", "with_plain_layers"]
+__all__ = ["quantise_tables_", "quantised", "save", "with_plain_layers"]
 
 _QUANTISED = ("MatMul", "Gemm", "LSTM", "Attention")  # 8-bit convolutions do not run on every CPU
 _MOVED = 600  # multiply-adds of 8-bit integers that ONNX Runtime does while it moves one number to another place
@@ -47,10 +47,12 @@ class _Plain(nn.Module):
 
 
 def with_plain_layers(model: nn.Module) -> nn.Module:
-    """A copy of the model in which layers of blocks are plain layers.
+    """A copy of the model in which layers of blocks are plain layers; the model itself where it has none.
 
     One for each block; one with zeros between the blocks where bringing numbers in order would take longer than that.
     """
+    if not any(isinstance(module, BlockLinear) for module in model.modules()):
+        return model
     model = copy.deepcopy(model)
     for name, module in list(model.named_modules()):
         if isinstance(module, BlockLinear) and len(module.weights):
@@ -61,27 +63,38 @@ def with_plain_layers(model: nn.Module) -> nn.Module:
     return model
 
 
-def quantised(file: Path) -> Path:
-    """The file of a graph with 8-bit weights beside that of another."""
+def quantised(file: Path, apart: bool = False) -> Path:
+    """The file of a graph with 8-bit weights beside that of another; apart: they stand in files of their own."""
     import onnx
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
-    small = file.with_name("int8.onnx")
+    small = file.parent.with_name("int8") / file.name
+    small.parent.mkdir()
     with quiet():
-        program = onnx.load(file)
+        program = onnx.load(file, load_external_data=False)
         del program.graph.value_info[:]  # shapes of weights that quantisation turns round
         onnx.save(program, file)
+        first = file.with_name(f"int8-{file.name}")
         quantize_dynamic(
-            file, small, op_types_to_quantize=list(_QUANTISED), per_channel=True, weight_type=QuantType.QInt8,
+            file, first, op_types_to_quantize=list(_QUANTISED), per_channel=True, weight_type=QuantType.QInt8,
             reduce_range=True,  # 7 of 8 bits: sums of full ones can overflow on CPUs without VNNI
+            use_external_data_format=apart,
         )  # fmt: skip
-        program = onnx.load(small)
-        _quantise_tables_(program.graph)
-        onnx.save(program, small)
+        program = onnx.load(first)
+        quantise_tables_(program.graph)
+        save(program, small, apart)
     return small
 
 
-def _quantise_tables_(graph: Any) -> None:
+def save(program: Any, file: Path, apart: bool) -> None:
+    """Write a graph; apart: with its weights in a file of their own beside it, as protobuf holds 2 GB."""
+    import onnx
+
+    beside = {"save_as_external_data": True, "location": f"{file.name}.data"} if apart else {}
+    onnx.save(program, file, **beside)
+
+
+def quantise_tables_(graph: Any) -> None:
     """Tables that rows are looked up in, as embeddings are, with 8 bits and a scale for each row."""
     from onnx import TensorProto, helper, numpy_helper
 

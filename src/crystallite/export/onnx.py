@@ -1,4 +1,4 @@
-"""`export`: a model as ONNX, in floating point or with 8-bit weights, checked in ONNX Runtime."""
+"""A model as ONNX, in floating point, in 8-bit integers or with weights of fewer bits, checked in ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -15,17 +15,19 @@ from torch import Tensor, nn
 
 from crystallite.core.errors import CrystalliteError, InvalidOption
 from crystallite.core.files import sync_folder, writing
-from crystallite.core.suggest import suggest_keywords
 from crystallite.data.batch import Batch, batches
 from crystallite.data.outputs import ROUNDING
 from crystallite.export.comparison import Differs, InRuntime
 from crystallite.export.int8 import quantised, with_plain_layers
 from crystallite.export.past import take_past_
 from crystallite.export.tracing import Axis, as_function, changed, is_text, named_inputs, named_outputs, twin_of, write
+from crystallite.export.weight_only import with_rounded_weights
 from crystallite.models.preparing import prepared
 
-__all__ = ["Exported", "export"]
+__all__ = ["TYPES", "Exported", "export_onnx"]
 
+TYPES = ("f32", "q8_0", "q4_1", "q4_0")
+_NEAR = {"int8": 0.1, "q8_0": 0.1, "q4_1": 0.3, "q4_0": 0.3}  # deviations that are usual, or there is a mistake
 _CHECKED = 8  # batches, at most, that both run
 _LARGEST = 2**31 - 2**24  # bytes of weights: a file of protobuf has at most 2 GB, the graph included
 
@@ -35,8 +37,8 @@ class Exported:
     """What was written, and how far its outputs are from the model's on the data it was checked with."""
 
     path: str
-    bytes: int
-    int8: bool
+    bytes: int  # with those of the file of weights beside it, where there is one
+    type: str  # of the weights; "int8" where activations are quantised too
     samples: int
     deviation: float  # ‖y′ − y‖ / ‖y‖ over all samples, the largest over outputs
     agreement: float | None  # share of equal decisions (argmax) of the first output; None where it has none
@@ -46,7 +48,8 @@ class Exported:
 
     def __str__(self) -> str:
         agreed = "" if self.agreement is None else f", {self.agreement:.2%} of decisions equal"
-        kind = "with 8-bit weights" if self.int8 else "in floating point"
+        kinds = {"f32": "in floating point", "int8": "with 8-bit weights"}
+        kind = kinds.get(self.type, f"with weights in {self.type}")
         said = (
             f"{self.path}: {self.bytes:,} bytes {kind}; relative deviation {self.deviation:.2g} from the model on "
             f"{self.samples} samples in ONNX Runtime{agreed}"
@@ -54,48 +57,18 @@ class Exported:
         return "\n".join([said, *(f"note: {note}" for note in self.notes)])
 
 
-@suggest_keywords
-def export(
+def export_onnx(
     model: nn.Module,
     path: str | os.PathLike[str],
     data: Any,
     *,
     past: bool = False,
     int8: bool = False,
-    max_deviation: float = 0.1,
+    type: str = "f32",
+    max_deviation: float | None = None,
 ) -> Exported:
-    """Write a model as ONNX, all of it or nothing, and say how near ONNX Runtime comes to it on some data.
-
-    Inputs have the names of the model's arguments, outputs those of the fields it returns. Batch size and length of
-    sequences stay free, which is tried out; height and width of pictures do if the batches differ in them. An axis that
-    turns out not to be free is fixed, and a note says so. Rows of padding are not compared. Models in bfloat16 or
-    float16 become float32, and a note says so. Fitted layers are smaller dense products, so ONNX Runtime runs and
-    quantises them like any other.
-
-    Args:
-        model: the model; it is left as it was.
-        path: a file that ends in .onnx.
-        data: batches as for `validate`; the first is what the model is traced with. Targets are not used.
-        past: for decoders of transformers: write one step of generation. It takes `past_key_values.N.key` and `.value`
-            besides `input_ids`, `attention_mask` (past and new tokens) and, where the model has them, `position_ids`;
-            it returns `present.N.key` and `.value` besides the logits. The first step has a past of length 0. Without
-            it, the graph has no cache: it takes whole texts.
-        int8: weights of linear layers as 8-bit integers, one scale per output; activations are quantised as they come.
-            That suits encoders. Decoders lose much of their quality (SmolLM2-135M: perplexity 40 → 66), compressed or
-            not; a note says so.
-        max_deviation: refused where int8 is further away than this. Floating point may differ by rounding only.
-
-    Returns:
-        What was written, and how near ONNX Runtime comes to the model on the data.
-
-    Raises:
-        InvalidOption: the model cannot be written as ONNX, or the file would deviate by more than is allowed; nothing
-            is written then.
-        CrystalliteError: a package is missing.
-    """
-    target = Path(path)
-    if target.suffix != ".onnx":
-        raise InvalidOption(f"{target}: expected a name that ends in .onnx")
+    """What `export` does for a name that ends in .onnx."""
+    target, kind = Path(path), "int8" if int8 else type
     model, _ = prepared(model)
     library = _libraries()
     weight = next(model.parameters(), None)
@@ -103,15 +76,14 @@ def export(
         raise InvalidOption(f"expected a model on the CPU, got one on {weight.device}; call .cpu() first")
     given = [batch.without_target() for batch in islice(batches(data), _CHECKED)]
     function, half = as_function(model)
+    plain = function if kind == "f32" else with_plain_layers(function)
     size = sum(tensor.numel() * tensor.element_size() for tensor in (*function.parameters(), *function.buffers()))
-    if size > _LARGEST:
-        raise InvalidOption(
-            f"{type(model).__name__} has {size / 1e9:.1f} GB of weights{' in float32' if half else ''}, and a file of "
-            "ONNX holds 2 GB; compress it first, or export parts of it"
-        )
+    apart = size > _LARGEST  # weights stand in a file of their own
     checked = [_in_single_precision(batch) if half else batch for batch in given]
     checked += _padded(function, checked)
     if past:
+        if plain is not function:
+            take_past_(plain, checked)
         traced, *checked = take_past_(function, checked)
     else:
         traced = _at_least_two(checked[0])
@@ -119,34 +91,61 @@ def export(
         target.parent.mkdir(parents=True, exist_ok=True)
         folder = tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent)
     with writing(target), folder as made:
-        file = Path(made) / "model.onnx"
-        graph = _write_with_free_axes(library, function, int8, file, traced, _equal_axes(function, traced, checked))
-        if int8:
-            file = quantised(file)
+        file = Path(made) / "float" / target.name  # a file of weights is found by its name
+        file.parent.mkdir()
+        graph = _write_with_free_axes(
+            library, function, plain, file, apart, traced, _equal_axes(function, traced, checked)
+        )
+        if kind != "f32":
+            file = quantised(file, apart) if int8 else with_rounded_weights(file, type, _LARGEST)
             graph = InRuntime(library, file, function)
         found = graph.compare(checked)
-        limit = max_deviation if int8 else _rounding(function)
+        limit = _rounding(function)
+        if kind != "f32":
+            limit = _NEAR[kind] if max_deviation is None else max_deviation
         if not found[0] <= limit:
-            raise InvalidOption(
-                f"{target}: not written: in ONNX Runtime its outputs deviate by {found[0]:.3g}, at most {limit:g} "
-                f"is allowed{'; raise max_deviation=, or export without int8=True' if int8 else ''}"
-            )
-        length = file.stat().st_size
-        sync_folder(file.parent)
-        file.replace(target)
+            raise InvalidOption(_too_far(target, found[0], limit, kind, _generates(model)))
+        del graph.session  # which may hold the file of weights
+        length = _put_in_place(file, target)
     notes = [
         *([f"computes in float32: the weights were {half}, for which ONNX Runtime lacks operators"] if half else []),
         *_fixed_axes(graph),
         *([_DECODERS] if int8 and _generates(model) else []),
     ]
     samples = sum(batch.size for batch in given)
-    return Exported(str(target), length, int8, samples, *found, graph.inputs, graph.outputs, tuple(notes))
+    return Exported(str(target), length, kind, samples, *found, graph.inputs, graph.outputs, tuple(notes))
 
 
 _DECODERS = (
-    "activations quantised as they come cost models that generate text much of their quality; compare perplexities "
-    "before using this file, or export in floating point"
+    "activations quantised as they come cost models that generate text much of their quality (SmolLM2-135M: perplexity "
+    '40 → 66); type="q8_0" and type="q4_0" round the weights alone'
 )
+
+
+def _too_far(target: Path, found: float, limit: float, kind: str, decodes: bool) -> str:
+    said = f"{target}: not written: in ONNX Runtime its outputs deviate by {found:.3g}, at most {limit:g} is allowed"
+    if kind == "int8":
+        return f"{said}; {_DECODERS if decodes else 'raise max_deviation=, or export without int8=True'}"
+    return said if kind == "f32" else f"{said}; raise max_deviation=, or take a type= of more bits"
+
+
+def _put_in_place(file: Path, target: Path) -> int:
+    """Give a graph, and the file of weights beside it, their names; how long they are.
+
+    The graph comes last: whoever opens it finds its weights. One that was there before is removed first.
+    """
+    weights, named = (each.with_name(f"{each.name}.data") for each in (file, target))
+    sync_folder(file.parent)
+    length = sum(each.stat().st_size for each in (file, weights) if each.exists())
+    if named.exists():
+        target.unlink(missing_ok=True)
+        named.unlink()
+    if weights.exists():
+        weights.chmod(file.stat().st_mode)  # onnx lets nobody else read it
+        target.unlink(missing_ok=True)
+        weights.replace(named)
+    file.replace(target)
+    return length
 
 
 def _libraries() -> Any:
@@ -173,16 +172,16 @@ def _equal_axes(model: nn.Module, traced: Batch, checked: list[Batch]) -> set[Ax
 
 
 def _write_with_free_axes(
-    library: Any, function: nn.Module, int8: bool, file: Path, traced: Batch, fixed: set[Axis]
+    library: Any, function: nn.Module, plain: nn.Module, file: Path, apart: bool, traced: Batch, fixed: set[Axis]
 ) -> InRuntime:
-    """The written graph.
+    """The graph of `plain`, which computes what the function does; apart: with its weights in a file beside it.
 
     An axis that torch.export left free is tried with another size: a size that entered the graph as a constant shows,
     and the axis is fixed.
     """
     outputs = list(named_outputs(traced.run(function)))
     while True:
-        write(with_plain_layers(function) if int8 else function, file, traced, outputs, fixed)
+        write(plain, file, traced, outputs, fixed, apart)
         graph = InRuntime(library, file, function)
         wrong = next((axes for axes, batch in _other_sizes(graph, traced) if not _agrees(graph, batch)), None)
         if wrong is None:

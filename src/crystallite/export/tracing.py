@@ -93,10 +93,19 @@ def changed(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
     return replace(batch, positional=positional, named=named)
 
 
-def write(model: nn.Module, file: Path, batch: Batch, outputs: Collection[str], fixed: Collection[Axis] = ()) -> None:
+def write(
+    model: nn.Module,
+    file: Path,
+    batch: Batch,
+    outputs: Collection[str],
+    fixed: Collection[Axis] = (),
+    apart: bool = False,
+) -> None:
     """Write what the model does to a batch as a graph.
 
     Every axis stays free that neither the model nor `fixed` fixes: batch size and length of a sequence, mostly.
+
+    apart: put the weights into a file of their own beside it, which has the name and `.data`.
     """
     inputs = {name: value.clone() for name, value in named_inputs(model, batch).items()}  # no views of others
     free = tuple(
@@ -114,7 +123,7 @@ def write(model: nn.Module, file: Path, batch: Batch, outputs: Collection[str], 
             assert program is not None
             _keep_norms_apart_(program.model.graph)
             _name_axes_(program.model.graph)
-            program.save(file, external_data=False)
+            program.save(file, external_data=apart)
         except Exception as error:  # whatever is raised by tracing code of the user's
             raise InvalidOption(f"{type(model).__name__} cannot be written as ONNX: {_deepest(error)}") from error
 

@@ -110,7 +110,8 @@ def _quantised(module: nn.Module) -> str:
     package = cls.__module__.partition(".")[0]
     if package in _PACKAGES:
         return f"a {cls.__name__} of {package}"
-    if getattr(module, "hf_quantizer", None) is not None:
+    opened = getattr(module, "hf_quantizer", None)
+    if opened is not None and getattr(opened, "packed_modules", True):  # GGUF, unless it was left in its blocks
         return f"a {cls.__name__} that transformers opened with a quantization_config"
     if cls.__module__.startswith(("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized")):
         return f"a {cls.__name__} of torch.ao"

@@ -239,6 +239,7 @@ class CompressedOptions:
     blocks: int | None = None
     joint: bool = False
     objective: Literal["macs", "parameters", "latency", "int8"] = "macs"
+    form: Literal["any", "dense", "uniform"] = "any"
     sensitive: dict[str, float] = field(
         default_factory=dict
     )  # layers kept dense → the error of half of them; worst first

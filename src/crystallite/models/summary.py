@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -25,6 +25,7 @@ _OBJECTIVES = {  # what a budget is of, where not multiply-adds
     "latency": " of the measured time",
     "int8": " of the measured time with 8-bit weights",
 }
+_FORMS = {"dense": " with ordinary layers only", "uniform": " with ordinary layers of the same sizes throughout"}
 _MOVING = ("columns", "inputs", "outputs", "shuffle")  # index tables that are applied at run time
 
 
@@ -36,6 +37,12 @@ class Summary:
     order: str = ""  # of hidden neurons: how much of it lies in the weights, how much is moved at run time
     notes: tuple[str, ...] = ()  # what was taken off the model before; of a fitted model: what was asked for, what it
     # cost, what was protected and promised
+
+    @classmethod
+    def of(cls, found: Record) -> Summary:
+        """Of a record alone, where the model is not in memory."""
+        notes = (*_notes(found.options), *_unreached(found)) if isinstance(found.options, CompressedOptions) else ()
+        return cls(found.changes, "", (*found.prepared, *notes))
 
     @property
     def macs(self) -> tuple[int, int]:
@@ -103,9 +110,8 @@ def summary(model: nn.Module, data: Any = None) -> Summary:
         result
     """
     found = record(model)
-    notes = (*_notes(found.options), *_unreached(found)) if isinstance(found.options, CompressedOptions) else ()
-    seen = None if data is None else unfamiliar(model, data)
-    return Summary(found.changes, _order(model, found), (*found.prepared, *notes, *([str(seen)] if seen else [])))
+    told, seen = Summary.of(found), None if data is None else unfamiliar(model, data)
+    return replace(told, order=_order(model, found), notes=(*told.notes, *([str(seen)] if seen else [])))
 
 
 def _order(model: nn.Module, found: Record) -> str:
@@ -120,7 +126,7 @@ def _order(model: nn.Module, found: Record) -> str:
 def _notes(options: CompressedOptions) -> Iterator[str]:
     """Sentences on a compressed model."""
     asked = f"a budget of {options.budget:.0%}" if options.budget is not None else f"{options.blocks} blocks"
-    asked += _OBJECTIVES.get(options.objective, "")
+    asked += _OBJECTIVES.get(options.objective, "") + _FORMS.get(options.form, "")
     error = f"error of the outputs {options.held_out_error:.2%} of their variance, on samples not fitted on"
     yield f"fitted to {asked}: {error}"
     if sensitive := options.sensitive:

@@ -36,7 +36,17 @@ from crystallite.models.record import ExactOptions, Record, find_record, set_rec
 from crystallite.models.swap import put_
 from crystallite.weights.checkpoint import open_checkpoint
 
-__all__ = ["described_in_config", "open_pretrained", "register_with", "write_config", "write_pretrained"]
+__all__ = [
+    "copy_files",
+    "described_in_config",
+    "open_pretrained",
+    "put_described_",
+    "register_with",
+    "say_size_",
+    "write_config",
+    "write_config_file",
+    "write_pretrained",
+]
 
 _VERSION = 3
 _NO_FILE = f"{QUANT_METHOD}.safetensors"
@@ -63,18 +73,41 @@ def write_config(model: nn.Module, original: nn.Module | None = None) -> None:
         modules = {name: d for name, d in describe_parts(part).items() if not _holds(made or before, name, d)}
         if made is not None:
             _check_rebuilt(part, before, made, modules)
-        _ask_for_reader_(part.config, bool(modules))
-        if modules:
-            _keep_names_(part)
-            part.config.quantization_config = {
-                "quant_method": QUANT_METHOD,
-                "version": _VERSION,
-                "modules": modules,
-                "frozen": [name for name, value in part.named_parameters() if not value.requires_grad],
-                "record": (find_record(model) or Record(ExactOptions())).to_plain(),
-            }
-        elif _is_ours(getattr(part.config, "quantization_config", None)):
-            del part.config.quantization_config
+        _describe_in_config_(part, modules, find_record(model))
+
+
+def _describe_in_config_(part: Any, modules: Mapping[str, Any], record: Record | None) -> None:
+    """Name in the config what stands in the place of modules; nothing where nothing does."""
+    _ask_for_reader_(part.config, bool(modules))
+    if modules:
+        _keep_names_(part)
+        part.config.quantization_config = {
+            "quant_method": QUANT_METHOD,
+            "version": _VERSION,
+            "modules": dict(modules),
+            "frozen": [name for name, value in part.named_parameters() if not value.requires_grad],
+            "record": (record or Record(ExactOptions())).to_plain(),
+        }
+    elif _is_ours(getattr(part.config, "quantization_config", None)):
+        del part.config.quantization_config
+
+
+def say_size_(model: nn.Module, before: int, now: int) -> None:
+    """Let the config of a transformers model say that something in every layer has another size, where it can.
+
+    The number is looked for that makes the class build the model as it is; where there is none, the config stays, and
+    `write_config` describes the layers.
+    """
+    for part in _pretrained(model):
+        for name, value in part.config.to_dict().items():
+            if value != before or isinstance(value, bool) or not hasattr(part.config, name):
+                continue
+            changed = copy.deepcopy(part.config)
+            setattr(changed, name, now)
+            made = _made_by_class(part, changed)
+            if made is not None and _shapes(made) == _shapes(part):
+                setattr(part.config, name, now)
+                return
 
 
 def described_in_config(model: nn.Module) -> dict[str, Any] | None:
@@ -100,17 +133,47 @@ def _keep_names_(model: Any) -> None:
     model._weight_conversions = []
 
 
+def copy_files(files: Path, folder: Path) -> None:
+    """All of a transformers folder but its weights: its tokenizer, and whatever else lies there."""
+
+    def ignored(place: str, names: list[str]) -> set[str]:
+        """Weights of the old model; a folder inside it may hold those of another part, which stays what it is."""
+        patterns = _OLD_WEIGHTS if Path(place) == files else ("*.onnx", "*.gguf")
+        return shutil.ignore_patterns(*patterns)(place, names)
+
+    shutil.copytree(files, folder, ignore=ignored, dirs_exist_ok=True)
+
+
+def put_described_(model: nn.Module, modules: dict[str, Any]) -> None:
+    """Put what is described in the place of modules, without numbers."""
+    _put_blocks(model, modules, None)
+
+
+def write_config_file(model: Any, folder: Path, changed: Mapping[str, Any]) -> dict[str, Any]:
+    """The config of a model that need not have its numbers; the modules that it describes.
+
+    changed: what was put in the place of modules, of which the class may make some by itself.
+    """
+    made = _made_by_class(model)
+    modules = {name: found for name, found in changed.items() if made is None or not _holds(made, name, found)}
+    if made is not None:
+        _check_rebuilt(model, model, made, modules)
+    _describe_in_config_(model, modules, find_record(model))
+    model.config.save_pretrained(folder)
+    _hide_weights(folder)
+    return modules
+
+
 def write_pretrained(model: Any, folder: Path, files: Path | None) -> None:
     """A transformers model in a folder as `from_pretrained` reads it; files: the folder with its tokenizer."""
     if files is not None:
-
-        def ignored(place: str, names: list[str]) -> set[str]:
-            """Weights of the old model; a folder inside it may hold those of another part, which stays what it is."""
-            patterns = _OLD_WEIGHTS if Path(place) == files else ("*.onnx", "*.gguf")
-            return shutil.ignore_patterns(*patterns)(place, names)
-
-        shutil.copytree(files, folder, ignore=ignored, dirs_exist_ok=True)
+        copy_files(files, folder)
     model.save_pretrained(folder)
+    _hide_weights(folder)
+
+
+def _hide_weights(folder: Path) -> None:
+    """Name a file of weights that does not exist, which our reader takes out: see above."""
     config = json.loads((folder / CONFIG).read_text())
     if _is_ours(config.get("quantization_config")):
         (folder / CONFIG).write_text(json.dumps(config | {"transformers_weights": _NO_FILE}, indent=2) + "\n")
@@ -319,11 +382,11 @@ def _pretrained(model: nn.Module) -> Iterator[Any]:
         yield from _pretrained(child)
 
 
-def _made_by_class(model: Any) -> nn.Module | None:
-    """What the model's class makes of its config, or None if it needs more than that."""
+def _made_by_class(model: Any, config: Any = None) -> nn.Module | None:
+    """What the model's class makes of its config, or of another, or None if it needs more than that."""
     try:
         with torch.device("meta"):
-            made: nn.Module = type(model)(copy.deepcopy(model.config))
+            made: nn.Module = type(model)(copy.deepcopy(model.config if config is None else config))
     except Exception:  # whatever a constructor of the user's raises
         return None
     return made

@@ -1,0 +1,182 @@
+"""A decoder in a folder, compressed layer by layer into another: it need not fit into memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from crystallite.compression.decoders.layer_fit import FittedLayer
+from crystallite.compression.decoders.run import DecoderOptions, as_tokens, fit_decoder
+from crystallite.compression.decoders.stack import Stack, experts_in
+from crystallite.compression.decoders.workspace import Workspace
+from crystallite.core.errors import InvalidOption
+from crystallite.core.files import write_file, writing
+from crystallite.core.suggest import check_choice, suggest_keywords
+from crystallite.data.calibration import Calibration
+from crystallite.models.layered_folder import LayeredFolder, describe_layer, named, write_layered
+from crystallite.models.record import Record
+from crystallite.models.summary import Summary
+
+__all__ = ["FORMS", "compress_folder"]
+
+FORMS = ("any", "dense", "uniform")
+_PROGRAM = 450_000_000  # bytes that Python and PyTorch take
+_LAYERS = 3  # at once: the dense one, the smaller one, and what is written of it
+_SQUARES = 10  # matrices of neurons × neurons in float64, while a layer is fitted
+_ACTIVATIONS = 4  # of a chunk
+_CHUNK = 4096  # positions in it
+
+
+@dataclass(frozen=True)
+class _Disk:
+    """Layers of a folder, and files with those that are done."""
+
+    source: LayeredFolder
+    work: Path
+
+    def read(self, number: int) -> nn.Module:
+        return self.source.layer(number)
+
+    def shard(self, number: int) -> Path:
+        return self.work / f"layer-{number:05}.safetensors"
+
+    def write(self, number: int, layer: nn.Module, fitted: FittedLayer) -> None:
+        prefix, shard = f"{self.source.name}.{number}.", self.shard(number)
+        with writing(shard):
+            save_file(named(layer, prefix), shard, {"format": "pt"})
+        layers: Any = self.source.model.get_submodule(self.source.name)
+        told = {
+            "sizes": fitted.sizes, "errors": fitted.errors, "modules": describe_layer(layers[number], layer),
+        }  # fmt: skip
+        write_file(self._told(number), json.dumps(told).encode())  # last: from here on the layer is done
+
+    def _told(self, number: int) -> Path:
+        return self.work / f"layer-{number:05}.json"
+
+    def told(self, number: int) -> dict[str, Any]:
+        return dict(json.loads(self._told(number).read_text()))
+
+    def written(self, number: int) -> FittedLayer | None:
+        if not self._told(number).is_file():
+            return None
+        told = self.told(number)
+        return FittedLayer({name: tuple(size) for name, size in told["sizes"].items()}, told["errors"])
+
+
+@suggest_keywords
+def compress_folder(
+    folder: str | os.PathLike[str],
+    calibration: Any,
+    out: str | os.PathLike[str],
+    *,
+    budget: float,
+    objective: str = "macs",
+    form: str = "any",
+    memory: str | int | None = None,
+    ridge: float = 0.01,
+    seed: int = 0,
+    targets: str | Sequence[str] = ("*",),
+    ignore: str | Sequence[str] = (),
+    progress: bool = False,
+) -> Summary:
+    """A smaller decoder written to a new folder, layer by layer: the model need not fit into memory.
+
+    The same as `compress` of the model, `save`d; but only one layer, its statistics and a chunk of activations are in
+    memory at a time. Hidden states of the calibration data, and every layer that is done, lie in a folder beside `out`
+    (its name and ".partial"): a run that was killed goes on from there to the same result when it is called again, and
+    the folder is removed at the end.
+
+    Args:
+        folder: a transformers folder with a dense causal language model, in one file or in shards.
+        calibration: batches of token ids, as `texts` gives them from plain text; see `compress`.
+        out: the new folder.
+        budget, objective, form, ridge, seed, targets, ignore: as for `compress`.
+        memory: what the run may take, in bytes or as "3GB"; refused before work begins where that is too little.
+        progress: a bar on standard error.
+
+    Returns:
+        A `Summary` of what each layer became.
+
+    Raises:
+        InvalidOption: the folder `out` exists, the model is no decoder whose layers can be read one by one, a budget
+            that cannot be reached, or too little memory.
+        CheckpointError: a folder that cannot be read.
+    """
+    target = Path(out)
+    if target.exists():
+        raise InvalidOption(f"{target}: exists already; choose another name or remove it")
+    check_choice("objective", objective, ("macs", "parameters"))
+    check_choice("form", form, FORMS)
+    if not 0 < budget <= 1:
+        raise InvalidOption(f"budget: expected a share of what the model costs above 0 and up to 1, got {budget!r}")
+    source = LayeredFolder.open(Path(folder))
+    stack = Stack(source.model, source.name)
+    widest = max(p[0].numel() for layer in stack.layers for p in layer.parameters() if p.ndim > 1)
+    data = Calibration.read(calibration, widest)
+    if memory is not None:
+        _check_memory(stack, _bytes(memory))
+    if found := experts_in(stack.layers[0]):
+        raise InvalidOption(f"{stack.layer_name(0)}.{found}: experts are not fitted layer by layer; use compress")
+    patterns = [(p,) if isinstance(p, str) else tuple(p) for p in (targets, ignore)]
+    options = DecoderOptions(budget, objective, form, ridge, seed, *patterns)
+    record = _run(source, data, target, options, target.with_name(f"{target.name}.partial"), progress)
+    return Summary.of(record)
+
+
+def _run(
+    source: LayeredFolder, data: Calibration, out: Path, options: DecoderOptions, work: Path, progress: bool
+) -> Record:
+    tensors = [b.named["input_ids"] for b in map(as_tokens, data.all)]
+    state, plain = Workspace(work / "state"), vars(options)
+    tokens = [[*t.shape, int((t.double() * torch.arange(1, t.numel() + 1).view(t.shape)).sum())] for t in tensors]
+    state.check_identity({"model": source.identity, "tokens": tokens, **plain})
+    stack, layers = Stack(source.model, source.name), _Disk(source, work)
+    record, shared = fit_decoder(stack, layers, data, options, state, progress)
+    numbers = range(len(stack.layers))
+    modules = [layers.told(n)["modules"] for n in numbers]
+    shards = {n: layers.shard(n) for n in numbers}
+    write_layered(source, out, shards, modules, record, shared, {"model": str(source.folder), **plain})
+    shutil.rmtree(work)
+    return record
+
+
+def _bytes(text: str | int) -> int:
+    """A number of bytes, as "3GB" or "512MiB".
+
+    >>> _bytes("1.5 GB"), _bytes(7)
+    (1500000000, 7)
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kMGT]?)(i?)B?\s*", str(text), re.IGNORECASE)
+    if found is None:
+        raise InvalidOption(f"memory: expected bytes, or a text such as 3GB, got {text!r:.80}")
+    step = 1024 if found[3] else 1000
+    return int(float(found[1]) * step ** " kmgt".index(found[2].lower() or " "))
+
+
+def _check_memory(stack: Stack, limit: int) -> None:
+    """Refuse what will not fit, before work begins."""
+    layer, prefix = stack.layers[0], f"{stack.name}."
+    item = next(p.element_size() for n, p in stack.model.named_parameters() if not n.startswith(prefix))
+    one = sum(p.numel() for p in layer.parameters()) * item
+    rest = sum(p.numel() * item for n, p in stack.model.named_parameters() if not n.startswith(prefix))
+    widest = max(p.shape[1] for p in layer.parameters() if p.ndim == 2)
+    squares = _SQUARES * 8 * widest**2
+    activations = _ACTIVATIONS * 4 * _CHUNK * widest
+    needed = _PROGRAM + rest + _LAYERS * one + squares + activations
+    if needed > limit:
+        parts = {
+            "the program": _PROGRAM, "embeddings and head": rest, "layers": _LAYERS * one,
+            f"statistics of {widest} neurons": squares, "activations": activations,
+        }  # fmt: skip
+        told = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in parts.items())
+        raise InvalidOption(f"memory: expected at least {needed / 1e9:.2f} GB ({told}), got {limit / 1e9:.2f} GB")

@@ -1,0 +1,208 @@
+"""What each size of each part of a decoder layer would cost, from one stream of gradients that runs backwards.
+
+The gradients are those of −log p(y) with y drawn from what the model itself predicts: their mean square is Fisher's
+metric, so that an error δ of the stream changes what is decided by E(g·δ)²/2. A sample is enough: sizes need no more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from crystallite.compression.decoders.layer_parts import LayerParts, watching
+from crystallite.compression.decoders.stack import Call, Stack
+from crystallite.compression.heads import value_rotation
+from crystallite.compression.pruning import elimination_costs
+from crystallite.graph.neuron_groups import NeuronGroup
+from crystallite.statistics.layer_io import matrix_of
+from crystallite.statistics.moments import Moments
+from crystallite.statistics.regression import Regression
+
+__all__ = ["LayerProbe", "back_through", "gradients_at_end", "own_weight", "rotated", "sizes_of", "with_constant"]
+
+_POSITIONS = 128  # at once, where logits are computed
+_RIDGE = 0.01
+_ROOT = 1e-3  # of the mean square of gradients, added in all directions
+
+
+@dataclass(frozen=True)
+class LayerProbe:
+    """What is known of a layer: how much its outputs matter, and what it costs to make each part smaller."""
+
+    factors: Mapping[str, Tensor]  # reader → (outputs, outputs) lower root of the mean ggᵀ
+    costs: Mapping[str, Tensor]  # part → (sizes, 3): neurons that are left, the error that adds, and their weights
+    orders: Mapping[str, Tensor]  # part of queries and keys → its neurons, the most needed first
+
+    def to_tensors(self) -> dict[str, Tensor]:
+        kinds = {"factor": self.factors, "cost": self.costs, "order": self.orders}
+        return {f"{kind} {name}": value for kind, found in kinds.items() for name, value in found.items()}
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor]) -> LayerProbe:
+        kinds: dict[str, dict[str, Tensor]] = {"factor": {}, "cost": {}, "order": {}}
+        for key, value in tensors.items():
+            kind, _, name = key.partition(" ")
+            kinds[kind][name] = value
+        return cls(kinds["factor"], kinds["cost"], kinds["order"])
+
+
+def gradients_at_end(stack: Stack, hidden: Tensor, seed: int) -> Tensor:
+    """The gradients of −log p(y) with respect to what the last layer writes, y drawn from p at every position."""
+    found = torch.empty_like(hidden)
+    rng = torch.Generator(hidden.device).manual_seed(seed)
+    for sample in range(len(hidden)):
+        for start in range(0, hidden.shape[1], _POSITIONS):
+            part = hidden[sample : sample + 1, start : start + _POSITIONS].clone().requires_grad_()
+            with torch.enable_grad():
+                logits = stack.end(part)[0].float()
+                drawn = torch.multinomial(logits.detach().softmax(-1), 1, generator=rng)[:, 0]
+                F.cross_entropy(logits, drawn, reduction="sum").backward()  # type: ignore[no-untyped-call]
+            assert part.grad is not None
+            found[sample : sample + 1, start : start + _POSITIONS] = part.grad
+    return found
+
+
+def back_through(
+    stack: Stack, layer: nn.Module, parts: LayerParts, chunks: Sequence[tuple[Tensor, Call, Tensor]]
+) -> tuple[LayerProbe, list[Tensor]]:
+    """What the layer's parts cost, and the gradients with respect to what it reads.
+
+    chunks: hidden states that the layer reads, what else it is called with, and the gradients at what it writes.
+    """
+    trained = [p for p in layer.parameters() if p.requires_grad]
+    scores = {key: group for key, group in parts.groups.items() if not group.readers}
+    asked = {key: group.compared[0].layer for key, group in scores.items()}
+    squares = dict[str, Tensor]()
+    moments = {name: Moments(name) for name in parts.readers if parts.read_by(name)}
+    weights, positions = dict.fromkeys(parts.readers, 0.0), 0
+    worth = {key: torch.zeros(group.size, dtype=torch.float64) for key, group in scores.items()}
+    before = []
+    for parameter in trained:
+        parameter.requires_grad_(False)
+    for hidden, call, after in chunks:
+        start = hidden.clone().requires_grad_()
+        with torch.enable_grad(), watching(layer, [*parts.readers, *asked.values()], gradients=True) as seen:
+            torch.autograd.backward(stack.run(layer, start, call), after)
+        assert start.grad is not None
+        before.append(start.grad)
+        positions += hidden.shape[0] * hidden.shape[1]
+        for name in parts.readers:
+            gradient = seen.outputs[name].grad
+            assert gradient is not None
+            g = gradient.flatten(0, -2).float()
+            squares[name] = (g.T @ g).double() + squares.get(name, 0.0)
+            if name in moments:
+                length = g.norm(dim=1, keepdim=True)  # a position counts as much as its errors matter
+                x = with_constant(seen.inputs[name].flatten(0, -2).float()) * length
+                moments[name].add(x, x[:, :0])
+                weights[name] += float((length.double() ** 2).sum())
+        for key, name in asked.items():
+            q = seen.outputs[name]
+            assert q.grad is not None
+            worth[key] += _moved(scores[key], (q.detach() * q.grad).flatten(0, -2).float())
+    for parameter in trained:
+        parameter.requires_grad_()
+    factors = {name: _root(total / positions) for name, total in squares.items()}
+    costs = {}
+    for name, found in moments.items():
+        read = parts.read_by(name)
+        assert read is not None
+        key, group = read
+        scale = weights[name]
+        regression = _of_layer(layer.get_submodule(name), found, factors[name])
+        if group.inside_heads:
+            regression = rotated(regression, group)[0]
+        errors = elimination_costs(regression, sizes_of(group), group.places)
+        each = weights_of(layer, group) / group.size
+        costs[key] = _table((size, error / scale, size * each) for size, error in errors.items())
+    orders = {}
+    for key, group in scores.items():
+        orders[key] = worth[key].argsort(descending=True, stable=True)
+        lost = (worth[key].sum() - worth[key][orders[key]].cumsum(0)) / positions
+        held = _weights_held(layer, group)[orders[key]].cumsum(0)  # positions turn some numbers in pairs, others not
+        costs[key] = _table((n, max(float(lost[n - 1]), 0.0), float(held[n - 1])) for n in sizes_of(group))
+    return LayerProbe(factors, costs, orders), before
+
+
+def _table(rows: Iterable[tuple[int, float, float]]) -> Tensor:
+    return torch.tensor(list(rows), dtype=torch.float64)
+
+
+def weights_of(layer: nn.Module, group: NeuronGroup) -> float:
+    """How many weights belong to a group."""
+    found = _weights_held(layer, group).sum()
+    for name in group.readers:
+        found += int((group.columns[name] >= 0).sum()) * len(matrix_of(layer.get_submodule(name)))
+    return float(found)
+
+
+def _weights_held(layer: nn.Module, group: NeuronGroup) -> Tensor:
+    """(neurons,) of layers that write them."""
+    found = torch.zeros(group.size, dtype=torch.float64)
+    for name in group.writers:
+        labels = group.rows[name]
+        counts = torch.bincount(labels[labels >= 0], minlength=group.size)
+        found += counts * matrix_of(layer.get_submodule(name)).shape[1]
+    return found
+
+
+def with_constant(x: Tensor) -> Tensor:
+    """(rows, inputs + 1): a bias is a weight of what is always 1."""
+    return torch.cat([x, x.new_ones(len(x), 1)], 1)
+
+
+def own_weight(module: nn.Module) -> Tensor:
+    """(outputs, inputs + 1) float64: the weight of a layer and its bias."""
+    weight, bias = matrix_of(module).double(), module._parameters.get("bias")
+    return torch.cat([weight, weight.new_zeros(len(weight), 1) if bias is None else bias.detach().double()[:, None]], 1)
+
+
+def _of_layer(module: nn.Module, moments: Moments, factor: Tensor) -> Regression:
+    own = own_weight(module)
+    return Regression.of_layer(moments, moments, factor.T @ own, None, _RIDGE)
+
+
+def rotated(regression: Regression, group: NeuronGroup) -> tuple[Regression, Tensor, Tensor]:
+    """The same with other numbers of each head, the most needed first, which are apart; and the way there and back.
+
+    (heads, width, width) each: see `value_rotation`.
+    """
+    metric, weight = regression.metric.clone(), regression.weight.clone()
+    forward, back = value_rotation(group, weight, metric / metric.diagonal().mean())
+    places = group.places.view(group.heads, -1, group.width).mT.to(metric.device)  # (heads, queries, numbers)
+    for head in range(group.heads):
+        for columns in places[head]:
+            weight[:, columns] = weight[:, columns] @ back[head]
+            metric[columns] = forward[head] @ metric[columns]
+            metric[:, columns] = metric[:, columns] @ forward[head].T
+    metric = (metric + metric.T) / 2
+    return replace(regression, weight=weight, metric=metric), forward, back
+
+
+def sizes_of(group: NeuronGroup) -> list[int]:
+    """How many neurons of a group may be left, largest first: steps that suit vectors and quantised blocks."""
+    step = max(1, group.size // 48)
+    if step >= 16:
+        step = 32 * max(1, round(step / 32))
+    elif step >= 2:
+        step = 1 << (step.bit_length() - 1)
+    return list(range(group.size, 0, -step))
+
+
+def _moved(group: NeuronGroup, products: Tensor) -> Tensor:
+    """(neurons,) Σ over positions of (Σ q·∂q)²: what it would change that a number of queries were not there."""
+    queries, keys = group.compared
+    neurons = group.rows[keys.layer][keys.places].expand(queries.places.shape)
+    found = products.new_zeros(len(products), group.size)
+    found.index_add_(1, neurons.flatten(), products[:, queries.places.flatten()])
+    return (found**2).sum(0).double().cpu()
+
+
+def _root(square: Tensor) -> Tensor:
+    """A lower triangular root of a mean square; in half precision it may miss being positive by rounding."""
+    mean = square.diagonal().mean().clamp_min(torch.finfo(torch.float32).tiny)
+    return torch.linalg.cholesky(square + _ROOT * mean * torch.eye(len(square)).to(square))

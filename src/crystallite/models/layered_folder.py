@@ -1,0 +1,185 @@
+"""A transformers folder read, and another one written, one layer at a time: for models larger than memory."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import importlib.metadata
+import json
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from crystallite.core.errors import CheckpointError, InvalidOption
+from crystallite.core.files import new_folder
+from crystallite.models.description import describe_parts
+from crystallite.models.manifest import CONFIG, METHOD, VERSION, weights_sha256, write_manifest
+from crystallite.models.record import Record, set_record_
+from crystallite.models.transformers_folder import copy_files, put_described_, say_size_, write_config_file
+from crystallite.weights.checkpoint import Checkpoint, open_checkpoint
+
+__all__ = ["LayeredFolder", "describe_layer", "is_transformers_folder", "named", "write_layered"]
+
+
+def is_transformers_folder(path: Path) -> bool:
+    """Whether a folder holds a model of transformers."""
+    return (path / CONFIG).is_file()
+
+
+@dataclass(frozen=True)
+class LayeredFolder:
+    """A language model on disk: all but its layers in memory, and these read one by one."""
+
+    folder: Path
+    model: nn.Module  # layers have shapes and no numbers
+    name: str  # of the list of layers
+    checkpoint: Checkpoint
+
+    @classmethod
+    def open(cls, folder: Path) -> LayeredFolder:
+        """The model of a transformers folder, its layers left on the disk."""
+        try:
+            library = importlib.import_module("transformers")
+        except ImportError:
+            raise InvalidOption(f"{folder}: a transformers model; install transformers to open it") from None
+        config = library.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        name = (config.architectures or [""])[0]
+        kind: Any = getattr(library, name, None)
+        if kind is None or getattr(config, "quantization_config", None) is not None:
+            raise CheckpointError(f"{folder}: expected a dense model of transformers' own, got {name or 'none'}")
+        with torch.device("meta"):
+            model: Any = kind(config)
+        lists = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) > 1]
+        if not lists:
+            raise InvalidOption(f"{folder}: a {name}, which has no list of layers")
+        layers = max(lists, key=lambda one: sum(p.numel() for p in one[1].parameters()))[0]
+        checkpoint = open_checkpoint(folder)
+        found = cls(folder, model.eval(), layers, checkpoint)
+        found._fill_rest()
+        return found
+
+    def _fill_rest(self) -> None:
+        """Give the model all its weights but those of the layers."""
+        model: Any = self.model
+        prefix = f"{self.name}."
+        _compute_buffers_(model, prefix)
+        state = {n: t for n, t in model.state_dict().items() if not n.startswith(prefix)}
+        present = {n: self._tensor(n) for n in state if n in self.checkpoint.tensors}
+        model.load_state_dict(present, strict=False, assign=True)
+        model.tie_weights()
+        empty = [n for n, t in model.state_dict().items() if t.is_meta and not n.startswith(prefix)]
+        if empty:
+            raise CheckpointError(f"{self.folder}: expected a tensor {empty[0]!r:.80}, found none")
+
+    def layer(self, number: int) -> nn.Module:
+        """One layer with its weights."""
+        layers: Any = self.model.get_submodule(self.name)
+        found = copy.deepcopy(layers[number])
+        prefix = f"{self.name}.{number}."
+        missing = [n for n in found.state_dict() if prefix + n not in self.checkpoint.tensors]
+        if missing:
+            raise CheckpointError(f"{self.folder}: expected a tensor {prefix + missing[0]!r:.80}, found none")
+        found.load_state_dict({n: self._tensor(prefix + n) for n in found.state_dict()}, assign=True)
+        hollow = [n for n, b in found.named_buffers() if b.is_meta]
+        if hollow:
+            raise InvalidOption(f"{prefix}{hollow[0]}: computed when the model is made, so layers cannot be read alone")
+        result: nn.Module = found.requires_grad_(False).eval()
+        return result
+
+    def _tensor(self, name: str) -> Tensor:
+        value = torch.as_tensor(self.checkpoint.read(name))
+        return nn.Parameter(value.clone(), requires_grad=False)
+
+    @property
+    def identity(self) -> str:
+        """What tells the weights from others without reading all of them: names, sizes and times of the files."""
+        files = sorted(p for p in self.folder.iterdir() if p.suffix in (".safetensors", ".bin"))
+        return json.dumps([(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in files])
+
+
+@torch.no_grad()
+def _compute_buffers_(model: Any, prefix: str) -> None:
+    """Give modules outside the layers what they compute when they are made: tables of rotary positions, scales.
+
+    transformers computes it again after a model was made without numbers. What it leaves alone is refused.
+    """
+    for where, module in model.named_modules():
+        hollow = [n for n, b in module._buffers.items() if b is not None and b.is_meta]
+        if where.startswith(prefix) or not hollow:
+            continue
+        for name in hollow:
+            value = module._buffers[name]
+            fill = torch.nan if value.is_floating_point() else -1
+            module._buffers[name] = torch.full(value.shape, fill, dtype=value.dtype)
+        model._init_weights(module)
+        for name in hollow:
+            value = module._buffers[name]
+            if bool((value.isnan() if value.is_floating_point() else value == -1).any()):
+                raise InvalidOption(f"{where}.{name}: computed when the model is made, so it cannot be read in parts")
+
+
+def describe_layer(dense: nn.Module, layer: nn.Module) -> dict[str, Any]:
+    """What stands in the place of the dense layer's modules, where that is something else."""
+    before = describe_parts(dense)
+    return {name: found for name, found in describe_parts(layer).items() if before.get(name) != found}
+
+
+def write_layered(
+    source: LayeredFolder, target: Path, shards: Mapping[int, Path], modules: Iterable[Mapping[str, Any]],
+    record: Record, sizes: Iterable[tuple[int, int]], metadata: dict[str, Any],
+) -> None:  # fmt: skip
+    """A folder as `from_pretrained` reads it, from files with the weights of one layer each, which are moved there.
+
+    modules: by layer, what became of it (`describe_layer`). sizes: before and after, of what the config may say.
+    """
+    model: Any = source.model
+    changed = {f"{source.name}.{n}.{name}": d for n, found in enumerate(modules) for name, d in found.items()}
+    put_described_(model, changed)
+    set_record_(model, record)
+    for before, now in sizes:
+        say_size_(model, before, now)
+    prefix = f"{source.name}."
+    tied = set(getattr(model, "_tied_weights_keys", None) or ())
+    rest = {n: t for n, t in model.state_dict().items() if not n.startswith(prefix) and n in source.checkpoint.tensors}
+    rest |= {n: t for n, t in model.state_dict().items() if not n.startswith(prefix) and n not in tied}
+    with new_folder(target) as folder:
+        copy_files(source.folder, folder)
+        places: dict[str, str] = {}
+        total = 0
+        count = len(shards) + 1
+        for number in range(count):
+            name = f"model-{number + 1:05}-of-{count:05}.safetensors"
+            if number < len(shards):
+                os.link(shards[number], folder / name) if _same_disk(shards[number], folder) else shutil.copy(
+                    shards[number], folder / name
+                )
+            else:
+                save_file({n: t.detach().contiguous() for n, t in rest.items()}, folder / name, {"format": "pt"})
+            with open_checkpoint(folder / name) as stored:
+                places |= dict.fromkeys(stored.tensors, name)
+                total += sum(info.nbytes for info in stored.tensors.values())
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+        described = write_config_file(model, folder, changed)
+        manifest = {
+            "format": METHOD, "version": VERSION, "crystallite": importlib.metadata.version("crystallite"),
+            "torch": torch.__version__, "source_sha256": None, "modules": described, "training": False, "tied": {},
+            "frozen": [], "record": record.to_plain(), "verdict": None, "metadata": metadata,
+        }  # fmt: skip
+        write_manifest(folder, manifest | {"weights_sha256": weights_sha256(folder)})
+
+
+def _same_disk(file: Path, folder: Path) -> bool:
+    return os.name != "nt" and file.stat().st_dev == folder.stat().st_dev
+
+
+def named(layer: nn.Module, prefix: str) -> dict[str, Tensor]:
+    """The weights of a layer under their names in the whole model."""
+    return {prefix + name: value.detach().contiguous() for name, value in layer.state_dict().items()}
