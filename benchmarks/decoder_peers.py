@@ -26,7 +26,7 @@ from benchmarks.decoder_statistics import LayerStatistics
 from benchmarks.decoder_tasks import layer_weights
 
 Statistics = Sequence[LayerStatistics]
-_RIDGE = 1e-3  # of the mean square of neurons, in the refit
+_RIDGE = 0.1  # of the mean square of neurons, in the refit; 0.001 to 1 differ by 4 %
 _MATRICES = {  # what a layer's matrices read
     "self_attn.q_proj": "attention", "self_attn.k_proj": "attention", "self_attn.v_proj": "attention",
     "self_attn.o_proj": "heads", "mlp.gate_proj": "feed_forward", "mlp.up_proj": "feed_forward",
@@ -75,7 +75,11 @@ def wanda_neurons(model: Any, statistics: Statistics, share: float, refit: bool 
 
 @torch.no_grad()
 def flap(model: Any, statistics: Statistics, share: float) -> nn.Module:
-    """Neurons and groups of heads with the least Var(x_j) ‖W_j‖², standardised in each layer, ranked over all."""
+    """Neurons and heads with the least Var(x_j) ‖W_j‖², standardised in each layer, ranked over all.
+
+    Where queries share keys, heads stay: the paper has no such model, and ranking the few groups of a layer so, each
+    with a hundred times the weights of a neuron, doubles the damage (SmolLM2-135M at 80 %: 3 instead of 1.4 × dense).
+    """
     small = copy.deepcopy(model)
     size = model.config.head_dim
     scores, costs, places = [], [], []
@@ -86,7 +90,9 @@ def flap(model: Any, statistics: Statistics, share: float) -> nn.Module:
                 score = score.view(layer.self_attn.k_proj.out_features // size, -1).mean(1)
             cost = _attention_cost(layer) / len(score) if place == "heads" else 3 * reader.out_features
             standard = (score - score.mean()) / score.std()
-            standard[standard.argmax()] = torch.inf  # something of every layer stays
+            grouped = layer.self_attn.k_proj.out_features < layer.self_attn.q_proj.out_features
+            stays = slice(None) if place == "heads" and grouped else standard.argmax()
+            standard[stays] = torch.inf  # something of every layer does
             scores.append(standard)
             costs.append(torch.full_like(standard, cost))
             places += [(number, place, i) for i in range(len(score))]
@@ -208,11 +214,12 @@ class CompactAttention(nn.Module):
 
 @torch.no_grad()
 def modegpt(
-    model: Any, statistics: Statistics, share: float, temperature: float = 0.1, leverage: float = 1e-2
+    model: Any, statistics: Statistics, share: float, temperature: float = 0.1, leverage: float = 1.0
 ) -> nn.Module:
     """Pairs of matrices as modules; layers that change their input less are cut more.
 
     temperature: of the softmax over layers. leverage: the ridge of the neurons' leverage scores, in their mean square.
+    Of those tried (0.03 to 0.3; 0.0001 to 1), the defaults were best or as good.
     """
     small = copy.deepcopy(model)
     size, width = model.config.head_dim, model.config.hidden_size

@@ -17,10 +17,14 @@ WIDTH, HEADS, KEYS, SIZE, NEURONS, LAYERS = 32, 4, 2, 8, 40, 4
 
 @pytest.fixture
 def model():
+    return decoder()
+
+
+def decoder(keys=KEYS):
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=61, hidden_size=WIDTH, intermediate_size=NEURONS, num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS, num_key_value_heads=KEYS, head_dim=SIZE, initializer_range=0.3,
+        num_attention_heads=HEADS, num_key_value_heads=keys, head_dim=SIZE, initializer_range=0.3,
         tie_word_embeddings=True,
     )  # fmt: skip
     made = transformers.LlamaForCausalLM(config).eval()
@@ -77,7 +81,8 @@ def with_a_duplicate(model):
     return 1 - LAYERS * 3 * WIDTH / layer_weights(model)  # one neuron of every layer less
 
 
-def test_a_refit_recovers_a_neuron_that_another_one_tells(model, windows):
+def test_a_refit_recovers_a_neuron_that_another_one_tells(model, windows, monkeypatch):
+    monkeypatch.setattr(peers, "_RIDGE", 1e-5)
     share = with_a_duplicate(model)
     assert same(made("Wanda neurons, refit", model, windows, share), model, windows, 1e-4)
     assert not same(made("Wanda neurons", model, windows, share), model, windows, 5e-4)
@@ -86,7 +91,7 @@ def test_a_refit_recovers_a_neuron_that_another_one_tells(model, windows):
 def test_nystrom_is_exact_where_a_neuron_comes_twice(model, windows):
     share = with_a_duplicate(model)
     statistics = observe(model, windows)
-    small = peers.modegpt(model, statistics, share, temperature=1e6)
+    small = peers.modegpt(model, statistics, share, temperature=1e6, leverage=1e-6)
     assert small.model.layers[0].mlp.up_proj.out_features == NEURONS - 1
     assert same(small, model, windows)
 
@@ -150,6 +155,21 @@ def test_biases_keep_the_mean_of_what_is_cut(model, windows):
         m(input_ids=windows, use_cache=False)
     x = inside[model][0]  # the same inputs for both
     means = [layers(m)[cut[0]].mlp(x).flatten(0, 1).mean(0) for m in (model, small)]
+    torch.testing.assert_close(*means, rtol=1e-3, atol=1e-4)
+
+
+def test_heads_of_their_own_are_ranked_with_the_neurons(windows):
+    model = decoder(keys=HEADS)
+    small = made("FLAP", model, windows, 0.6)
+    heads = [layer.self_attn.q_proj.out_features // SIZE for layer in layers(small)]
+    assert sum(heads) < LAYERS * HEADS
+    assert min(heads) >= 1
+    assert 0.55 <= layer_weights(small) / layer_weights(model) <= 0.6
+    seen = {}
+    for m in (model, small):
+        layers(m)[0].self_attn.register_forward_hook(lambda _, x, y, m=m: seen.update({m: y[0]}))
+        m(input_ids=windows, use_cache=False)
+    means = [seen[m].flatten(0, 1).mean(0) for m in (model, small)]  # what the first layer's attention gives
     torch.testing.assert_close(*means, rtol=1e-3, atol=1e-4)
 
 
