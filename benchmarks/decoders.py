@@ -1,10 +1,10 @@
 """A real decoder made smaller: perplexity over dense on two kinds of text, and zero-shot questions, beside peers.
 
 `python -m benchmarks.decoders [--shares 0.9 0.8 …] [--seeds 0 1 2] [--methods …] [--kinds KIND …] [--others KIND …]
-[--tokens 32768] [--tasks N] [--dtype bfloat16] [--table]`. All methods get the same calibration text, drawn by the seed
-from some kinds of text, and keep the same share of the decoder layers' weights. They are judged on other documents of
-these kinds, and on kinds that are in no calibration. Every result is a line of benchmarks/results/decoders.jsonl: a run
-that was ended goes on where it stopped, and the table is printed from there.
+[--own-text] [--tokens 32768] [--tasks N] [--dtype bfloat16] [--table]`. All methods get the same calibration text,
+drawn by the seed from some kinds of text, and keep the same share of the decoder layers' weights. They are judged on
+other documents of these kinds, and on kinds that are in no calibration. Every result is a line of
+benchmarks/results/decoders.jsonl: a run that was ended goes on where it stopped, and the table is printed from there.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from benchmarks.decoder_tasks import (
 )
 from benchmarks.texts import KINDS
 from benchmarks.timing import RESULTS, _status
+from crystallite.data.own_text import own_text
 
 STORE = RESULTS / "decoders.jsonl"
 DENSE = "dense"
@@ -74,8 +75,9 @@ class Session:
         import crystallite as cx
 
         batches = [{"input_ids": some} for some in self.windows.split(4)]
-        compress: Callable[..., nn.Module] = cx.compress
-        return compress(self.model, batches, budget=share, form=form, seed=self.seed)
+        layers, head = layer_weights(self.model), self.model.get_output_embeddings().weight.numel()
+        budget = (share * layers + head) / (layers + head)  # of the whole model's multiply-adds
+        return cx.compress(self.model, batches, budget=budget, form=form, seed=self.seed)
 
 
 def measured(call: Callable[[], nn.Module]) -> tuple[nn.Module, dict[str, float]]:
@@ -120,7 +122,7 @@ def run(options: argparse.Namespace) -> None:
     path = options.model or default_model()
     dtype = getattr(torch, options.dtype)
     known = {"model": path.stem, "tokens": options.tokens, "dtype": options.dtype, "judged": options.judged}
-    known["calibration"] = " + ".join(options.kinds)
+    known["calibration"] = " + ".join([*options.kinds, *["the model's own text"] * options.own_text])
     done = {_key(row): row for row in rows(options.store)}
     model: Any = None
     for seed in options.seeds:
@@ -136,7 +138,7 @@ def run(options: argparse.Namespace) -> None:
         judged = partial(judge, tokenizer=tokenizer, judged=texts.judged, dtype=dtype, tasks=options.tasks)
         if not _is_done(done.get(_key(dense)), options):
             done[_key(dense)] = _stored(options.store, {**dense, "kept": 1.0, **judged(copy.deepcopy(model))})
-        session = Session(model, texts.calibration, seed)
+        session = Session(model, _with_own(model, texts.calibration, seed, options.own_text), seed)
         for method, share in missing:
             try:
                 small, cost = measured(partial(session.make, method, share))
@@ -147,6 +149,16 @@ def run(options: argparse.Namespace) -> None:
             row = {**keys[method, share], "kept": round(kept, 4), **cost, "statistics s": session.statistics_seconds}
             done[_key(row)] = _stored(options.store, {**row, **judged(small)})
             del small
+
+
+def _with_own(model: Any, windows: Tensor, seed: int, own: bool) -> Tensor:
+    """The calibration, every other window of it exchanged for one that the model wrote itself."""
+    if not own:
+        return windows
+    written = torch.cat([batch["input_ids"] for batch in own_text(model, windows[::2].numel(), seed=seed)])
+    mixed = windows.clone()
+    mixed[::2] = written[: len(windows[::2])]
+    return mixed
 
 
 def _is_done(row: dict[str, Any] | None, options: argparse.Namespace) -> bool:
@@ -231,6 +243,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=["political essays"], help="of the calibration")
     parser.add_argument("--others", nargs="*", choices=KINDS, default=["technical handbook"], help="that only judge")
+    parser.add_argument("--own-text", action="store_true", help="the model writes half of the calibration itself")
     parser.add_argument("--tokens", type=int, default=2**15, help="of the calibration")
     parser.add_argument("--judged", type=int, default=40 * WINDOW, help="tokens of each kind to judge by")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="to judge in")

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     )
     from crystallite.core.maps import Embedding, Permutation, Projection
     from crystallite.core.tables import Table
+    from crystallite.data.own_text import own_text
     from crystallite.data.text import Texts, texts
     from crystallite.discovery import Modules, discover
     from crystallite.export.gguf import ExportedGguf
@@ -117,6 +118,7 @@ __all__ = [
     "load",
     "load_block",
     "nulls",
+    "own_text",
     "read_manifest",
     "record",
     "reorganize",
@@ -147,6 +149,7 @@ _HOME = {
         "WriteError",
         "core.maps": "Embedding Permutation Projection",
         "core.tables": "Table",
+        "data.own_text": "own_text",
         "data.text": "Texts texts",
         "discovery": "Modules discover",
         "export.gguf": "ExportedGguf",

@@ -114,6 +114,8 @@ _COMPRESS = Command(
         Option("memory", "memory that a decoder may take, such as 3GB: layers are then read, fitted and written one by "
                "one", metavar="BYTES", own=True,
                excludes=("--blocks", "--tolerance", "--polish-steps", "--weights")),
+        Option("own_text", "tokens that a decoder writes itself and is fitted to as well, to hold on other text",
+               int, 0, metavar="TOKENS", excludes=("--memory",)),
         Option("joint", "use one partition through consecutive layers", takes="nothing", default=False,
                needs="--blocks"),
         Option("confidence", "confidence with which the tolerance must be shown", float, 0.95, needs="--tolerance"),

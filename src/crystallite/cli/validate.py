@@ -8,7 +8,7 @@ from typing import Any
 from crystallite.cli.running import open_data, open_dense, print_result
 from crystallite.core.errors import InvalidOption
 from crystallite.models.manifest import is_saved
-from crystallite.models.transformers_folder import open_pretrained
+from crystallite.models.transformers_opening import open_pretrained
 from crystallite.validation.run import validate
 
 __all__ = ["run"]

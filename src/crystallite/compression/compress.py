@@ -17,8 +17,10 @@ from crystallite.compression.guarantee import cheapest, check_tolerance, sample_
 from crystallite.compression.model_fit import ModelFit, change_options_
 from crystallite.core.errors import InvalidOption
 from crystallite.core.suggest import check_choice, suggest_keywords
-from crystallite.data.batch import evaluating
+from crystallite.data.batch import batches, evaluating
 from crystallite.data.calibration import Calibration
+from crystallite.data.own_text import own_text as written_by
+from crystallite.data.own_text import taking_turns
 from crystallite.models.composites import collapse_
 from crystallite.models.familiarity import describe
 from crystallite.models.preparing import note_preparation_, prepared
@@ -42,6 +44,7 @@ def compress(
     risk: str = "deviation",
     objective: str = "macs",
     form: str = "any",
+    own_text: int = 0,
     polish_steps: int = 0,
     checkpoint: str | os.PathLike[str] | None = None,
     ridge: float = 0.01,
@@ -80,6 +83,8 @@ def compress(
         form: what layers may become. "any": whatever does least damage. "dense": ordinary layers of other sizes only.
             "uniform", for decoders: ordinary layers, of the same sizes throughout, so that the result is what its class
             makes of a config with smaller numbers, and runs wherever the original did, without crystallite.
+        own_text: so many tokens that a decoder writes itself are taken in turn with the calibration data, so that the
+            result holds on other kinds of text than these.
         polish_steps: so many steps of training inside the structure afterwards, to return what the dense model returns;
             the best state by held-out error is kept.
         checkpoint: a folder for the state of polishing; called again after an interruption, training goes on from there
@@ -113,10 +118,13 @@ def compress(
         >>> torch.allclose(small(x), model(x), atol=1e-4)
         True
     """
-    _check(budget, blocks, joint, tolerance, objective, form, ridge, polish_steps, checkpoint)
+    _check(budget, blocks, joint, tolerance, objective, form, own_text, ridge, polish_steps, checkpoint)
     model, notes = prepared(model, dense=True, finite=True)
     if tolerance is not None:
         check_tolerance(tolerance, confidence, risk)
+    if own_text:
+        batched = (batch.arguments for batch in batches(calibration))
+        calibration = list(taking_turns(batched, written_by(model, own_text, seed=seed)))
     widest = max((p[0].numel() for p in model.parameters() if p.ndim > 1), default=1)
     data, aside = Calibration.read(calibration, widest, polish_steps > 0), ()
     if tolerance is not None:
@@ -173,7 +181,7 @@ def _finished(
 
 def _check(
     budget: float | None, blocks: int | None, joint: bool, tolerance: float | None, objective: str, form: str,
-    ridge: float, polish_steps: int, checkpoint: Any,
+    own_text: int, ridge: float, polish_steps: int, checkpoint: Any,
 ) -> None:  # fmt: skip
     given = {"budget": budget, "blocks": blocks, "tolerance": tolerance}
     if sum(value is not None for value in given.values()) != 1:
@@ -191,6 +199,8 @@ def _check(
         raise InvalidOption("form= says what layers under a budget may become: pass budget= or tolerance= with it")
     if objective != "macs" and blocks is not None:
         raise InvalidOption("objective= says what a budget is a share of: pass budget= or tolerance= with it")
+    if isinstance(own_text, bool) or own_text < 0:
+        raise InvalidOption(f"own_text: expected a number of tokens, got {own_text!r}")
     if not 0 < ridge < 1e30:
         raise InvalidOption(f"ridge: expected a positive number below 1e30, got {ridge!r}")
     if isinstance(polish_steps, bool) or not isinstance(polish_steps, int) or polish_steps < 0:

@@ -24,7 +24,7 @@ from crystallite.core.tables import text_table
 from crystallite.models.artifact import save
 from crystallite.models.manifest import attach_verdict
 from crystallite.models.summary import summary
-from crystallite.models.transformers_folder import open_pretrained
+from crystallite.models.transformers_opening import open_pretrained
 from crystallite.report import report
 from crystallite.serving import Service
 from crystallite.validation import Verdict, sweep, validate

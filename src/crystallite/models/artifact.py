@@ -41,7 +41,8 @@ from crystallite.models.manifest import (
 )
 from crystallite.models.preparing import prepared
 from crystallite.models.record import ExactOptions, Record, find_record, set_record_
-from crystallite.models.transformers_folder import described_in_config, open_pretrained, write_config, write_pretrained
+from crystallite.models.transformers_folder import described_in_config, write_config, write_pretrained
+from crystallite.models.transformers_opening import open_pretrained
 from crystallite.weights.checkpoint import Checkpoint, open_checkpoint
 from crystallite.weights.plain_modules import without_wrappers
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from crystallite.core.errors import CheckpointError, InvalidOption
 from crystallite.models.artifact import load, save
-from crystallite.models.transformers_folder import open_pretrained
+from crystallite.models.transformers_opening import open_pretrained
 from crystallite.weights.checkpoint import open_checkpoint
 
 __all__ = ["open_model", "write_model"]

@@ -15,14 +15,11 @@ weights that does not exist, which more versions look for, and which `save_pretr
 from __future__ import annotations
 
 import copy
-import importlib
-import inspect
 import json
 import math
 import shutil
 import sys
-import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +28,7 @@ from torch import Tensor, nn
 
 from crystallite.core.errors import CheckpointError, InvalidOption
 from crystallite.models.description import build_once, check_indices, check_size, describe, describe_parts
-from crystallite.models.manifest import CONFIG, MANIFEST, QUANT_METHOD
+from crystallite.models.manifest import CONFIG, QUANT_METHOD
 from crystallite.models.record import ExactOptions, Record, find_record, set_record_
 from crystallite.models.swap import put_
 from crystallite.weights.checkpoint import open_checkpoint
@@ -39,10 +36,11 @@ from crystallite.weights.checkpoint import open_checkpoint
 __all__ = [
     "copy_files",
     "described_in_config",
-    "open_pretrained",
+    "is_ours",
     "put_described_",
     "register_with",
     "say_size_",
+    "spellings",
     "write_config",
     "write_config_file",
     "write_pretrained",
@@ -51,7 +49,6 @@ __all__ = [
 _VERSION = 3
 _NO_FILE = f"{QUANT_METHOD}.safetensors"
 _FUSIONS = "fusion_config"  # where a config names fusions of layers
-_SHOWN = 5  # names of tensors in an error
 _OLD_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.h5",
                 "*.msgpack", "*.onnx", "*.ot", "*.gguf")  # fmt: skip
 
@@ -88,7 +85,7 @@ def _describe_in_config_(part: Any, modules: Mapping[str, Any], record: Record |
             "frozen": [name for name, value in part.named_parameters() if not value.requires_grad],
             "record": (record or Record(ExactOptions())).to_plain(),
         }
-    elif _is_ours(getattr(part.config, "quantization_config", None)):
+    elif is_ours(getattr(part.config, "quantization_config", None)):
         del part.config.quantization_config
 
 
@@ -119,10 +116,10 @@ def described_in_config(model: nn.Module) -> dict[str, Any] | None:
     pretrained: Any = next(_pretrained(model), None)
     if pretrained is not model or getattr(library, type(model).__name__, None) is not type(model):
         return None
-    if not _is_ours(getattr(pretrained.config, "quantization_config", None)):
+    if not is_ours(getattr(pretrained.config, "quantization_config", None)):
         write_config(model)
     found: Any = getattr(pretrained.config, "quantization_config", None)
-    return dict(found["modules"]) if _is_ours(found) else {}
+    return dict(found["modules"]) if is_ours(found) else {}
 
 
 def _keep_names_(model: Any) -> None:
@@ -175,91 +172,8 @@ def write_pretrained(model: Any, folder: Path, files: Path | None) -> None:
 def _hide_weights(folder: Path) -> None:
     """Name a file of weights that does not exist, which our reader takes out: see above."""
     config = json.loads((folder / CONFIG).read_text())
-    if _is_ours(config.get("quantization_config")):
+    if is_ours(config.get("quantization_config")):
         (folder / CONFIG).write_text(json.dumps(config | {"transformers_weights": _NO_FILE}, indent=2) + "\n")
-
-
-def open_pretrained(folder: Path, into: nn.Module | None = None) -> nn.Module:
-    """The model of a transformers folder, as the class that its config names, with all of its weights and no others.
-
-    into: an instance of that class, where it is not one of transformers' own.
-    """
-    try:
-        library = importlib.import_module("transformers")
-    except ImportError:
-        raise InvalidOption(f"{folder}: a transformers model; install transformers to open it") from None
-    if not sys.stderr.isatty():
-        library.utils.logging.disable_progress_bar()
-    try:
-        config = library.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        names = config.architectures or ["AutoModel"]  # then all weights must be known: a head has no other name
-        own = into is not None and type(into).__name__ == names[0]
-        cls: Any = type(into) if own else getattr(library, names[0], None)
-        kinds: Any = (library.PreTrainedModel, library.AutoModel) if not own else object
-        is_model = inspect.isclass(cls) and issubclass(cls, kinds)
-        if not is_model:
-            raise CheckpointError(
-                f"{folder}: a {names[0]:.80}, which transformers {library.__version__} does not have; open it with "
-                "code of your own, or pass into= an instance of it"
-            )
-        asked = {"output_loading_info": True, "ignore_mismatched_sizes": True}  # they are named below
-        opener: Any = cls
-        model, info = opener.from_pretrained(folder, local_files_only=True, **asked)
-    except CheckpointError:
-        raise
-    except Exception as error:  # it meets damaged files in its own ways: OSError, AttributeError, SafetensorError …
-        raise CheckpointError(f"{folder}: transformers cannot open it: {error}") from None
-    ours = (folder / MANIFEST).is_file() or _is_ours(getattr(config, "quantization_config", None))
-    _check_keys(folder, model, info, strict=ours or not config.architectures)
-    opened: nn.Module = model
-    return opened
-
-
-def _check_keys(folder: Path, model: nn.Module, info: Mapping[str, Any], strict: bool) -> None:
-    """Refuse a model that was not given all its weights and no others; weights of other heads are said to be left out.
-
-    strict: those are refused too.
-    """
-    kinds, name = ("missing", "unexpected", "mismatched"), type(model).__name__
-    wrong = {kind: sorted(map(_named, info[f"{kind}_keys"])) for kind in kinds}
-    renamed = wrong["missing"] or wrong["mismatched"]  # then any other may be one of them
-    beside = set() if strict or renamed else _of_other_heads(model, wrong["unexpected"])
-    wrong["unexpected"] = [key for key in wrong["unexpected"] if key not in beside]
-    if any(wrong.values()):
-        hint = "" if renamed else "; if they do not matter, open it with transformers and save it again"
-        came = "; ".join(f"{kind} {_some(keys)}" for kind, keys in wrong.items() if keys)
-        raise CheckpointError(f"{folder}: expected the weights of a {name}, as its config says, got {came}{hint}")
-    if beside:
-        left = _some(sorted(beside))
-        said = f"{folder}: weights of parts that a {name}, as its config says, does not have are left out: {left}"
-        warnings.warn(said, stacklevel=3)
-
-
-def _of_other_heads(model: Any, names: Iterable[str]) -> set[str]:
-    """Tensors of modules that the class does not have at all, as a pooler or the head of another task.
-
-    A tensor more in a module that is there, or a layer more in a list of them, is no other head: the config is wrong.
-    """
-
-    def is_beside(name: str) -> bool:
-        module = model
-        for part in name.split(".")[:-1]:
-            if part not in module._modules:
-                return not isinstance(module, nn.ModuleList)
-            module = module.get_submodule(part)
-        return False
-
-    return {name for name in names if all(map(is_beside, _spellings(model, name)))}
-
-
-def _named(key: Any) -> str:
-    """A tensor's name, with its sizes in the file and in the model where they differ."""
-    return key if isinstance(key, str) else f"{key[0]} {tuple(key[1])} for {tuple(key[2])}"
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
 
 
 def register_with(readers: Any) -> None:
@@ -305,7 +219,7 @@ def register_with(readers: Any) -> None:
             set_record_(model, Record.from_plain(self.config["record"], "quantization_config"))
             named = dict(model.named_parameters())
             for name in self.config["frozen"]:
-                for spelled in set(_spellings(model, str(name))) & named.keys():
+                for spelled in set(spellings(model, str(name))) & named.keys():
                     named[spelled].requires_grad_(False)
             # from here it is a model like any other: blocks can be cast, trained and saved again
             model.config.quantization_config = self.config
@@ -336,7 +250,7 @@ def _put_blocks(model: Any, modules: dict[str, Any], files: Sequence[str] | None
     check_size(modules, source)
     made = dict[nn.Module, tuple[Any, nn.Module]]()
     for name, description in modules.items():
-        place = next((p for p in _spellings(model, name) if _module_at(model, p) is not None), None)
+        place = next((p for p in spellings(model, name) if _module_at(model, p) is not None), None)
         if place is None:
             continue
         built = build_once(description, f"{source}: {name}", model.get_submodule(place), made)
@@ -348,7 +262,7 @@ def _put_blocks(model: Any, modules: dict[str, Any], files: Sequence[str] | None
         if described > numbers:
             raise CheckpointError(f"{source}: expected modules of up to {numbers} numbers, as stored, got {described}")
         for name, shape in expected.items():
-            found = next((stored[spelled] for spelled in _spellings(model, name) if spelled in stored), shape)
+            found = next((stored[spelled] for spelled in spellings(model, name) if spelled in stored), shape)
             if found != shape:
                 raise CheckpointError(f"{source}: tensor {name!r:.80}: expected {tuple(shape)}, got {tuple(found)}")
     return expected
@@ -364,7 +278,7 @@ def _check_loaded(model: Any, expected: Mapping[str, torch.Size]) -> None:
     check_indices(model, source)
 
 
-def _spellings(model: Any, name: str) -> Iterator[str]:
+def spellings(model: Any, name: str) -> Iterator[str]:
     """The name of a module in the model that was saved, and what it may be in the same model under another head."""
     prefix = f"{model.base_model_prefix}."
     yield from (name, prefix + name, name.removeprefix(prefix))
@@ -443,5 +357,5 @@ def _holds(model: nn.Module, name: str, description: dict[str, Any]) -> bool:
     return module is not None and describe(module) == description
 
 
-def _is_ours(config: Any) -> bool:
+def is_ours(config: Any) -> bool:
     return isinstance(config, dict) and config.get("quant_method") == QUANT_METHOD
