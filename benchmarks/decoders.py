@@ -75,9 +75,13 @@ class Session:
         import crystallite as cx
 
         batches = [{"input_ids": some} for some in self.windows.split(4)]
-        layers, head = layer_weights(self.model), self.model.get_output_embeddings().weight.numel()
-        budget = (share * layers + head) / (layers + head)  # of the whole model's multiply-adds
-        return cx.compress(self.model, batches, budget=budget, form=form, seed=self.seed)
+        return cx.compress(self.model, batches, budget=whole_share(self.model, share), form=form, seed=self.seed)
+
+
+def whole_share(model: Any, share: float) -> float:
+    """The budget of `compress`, which counts the head too, that leaves this share of the layers' weights."""
+    layers, head = layer_weights(model), model.lm_head.weight.numel()
+    return (share * layers + head) / (layers + head)
 
 
 def measured(call: Callable[[], nn.Module]) -> tuple[nn.Module, dict[str, float]]:
@@ -146,6 +150,9 @@ def run(options: argparse.Namespace) -> None:
                 print(f"{method}, share {share}: skipped: {error}")
                 continue
             kept = layer_weights(small) / layer_weights(model)
+            if kept > 1.01 * share:
+                print(f"{method}, share {share}: left out: it kept {kept:.1%} of the layers' weights")
+                continue
             row = {**keys[method, share], "kept": round(kept, 4), **cost, "statistics s": session.statistics_seconds}
             done[_key(row)] = _stored(options.store, {**row, **judged(small)})
             del small
