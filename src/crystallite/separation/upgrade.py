@@ -44,7 +44,7 @@ from crystallite.separation.straight_through import harden_
 from crystallite.separation.task import Task, takes_probabilities
 from crystallite.separation.training import Loss, Metric, ends_of
 from crystallite.statistics.checkpoints import Checkpoints, State
-from crystallite.statistics.watching import layer_call
+from crystallite.statistics.watching import watching
 
 __all__ = ["upgrade"]
 
@@ -122,7 +122,8 @@ def upgrade(
         targets, ignore: patterns of layer names. By default all layers that share hidden neurons with others: MLPs,
             feed-forward pairs of transformers, stacks of convolutions (blocks of channels); and recurrent networks
             (blocks of hidden units, each reading inputs of its own). Attention, and other layers that stand alone, are
-            cut only where they are named. The last layer of a classifier is among them;
+            cut only where they are named; if all layers of an attention are, its heads are shared out as wholes, and
+            those of a block are compared, read and written by that block alone. The last layer of a classifier is among them;
             ignore it if every output may read every block, and the first convolution if images have fewer channels than
             there are blocks.
         partition: which neuron goes to which block. "regions" keeps inputs together that vary together, "spread" gives
@@ -174,7 +175,7 @@ def upgrade(
         if isinstance(partition, str):
             asked = None if targets is None else _patterns(targets)
             with phase("tracing", progress):
-                chains = find_chains(dense, asked, _patterns(ignore), example, modes)
+                chains = find_chains(dense, asked, _patterns(ignore), example, modes, heads=asked is not None)
             if modules is not None:
                 partitions = {"modules": module_partition(modules, dense, chains, batch)}
             else:
@@ -344,8 +345,8 @@ def _partitions(
     if kind == "random":
         return {kind: random_partition(chains, blocks, seed)}
     check_choice("partition", kind, ("auto", "regions", "spread", "random"), "a Partition")
-    read = {c.layers[0]: torch.cat([_features(model, c.layers[0], b) for b in some]) for c in chains}
-    read_on = [chain for chain in chains if chain.read_on and not chain.tiles]
+    read = _features(model, [chain.layers[0] for chain in chains], some)
+    read_on = [chain for chain in chains if chain.read_on and not (chain.rows or chain.columns)]
     found = {}
     if kind == "regions" or (kind == "auto" and read_on):
         found["regions"] = _with_regions(chains if kind == "regions" else read_on, chains, blocks, read, seed)
@@ -367,14 +368,22 @@ def _with_regions(
     return Partition(spread.blocks, spread.chains, tuple(labels))
 
 
-def _features(model: nn.Module, name: str, batch: Batch) -> Tensor:
-    """(rows, features) that a layer reads, some of them; the features of a convolution are its channels."""
-    module = owner(name)[0]
-    x = layer_call(model, module, batch).inputs[0]
-    x = x.data if isinstance(x, PackedSequence) else x
-    by_features = isinstance(model.get_submodule(module), (nn.Linear, nn.RNNBase))
-    rows = (x if by_features else x.movedim(1, -1)).flatten(0, -2)
-    return rows[:: -(-len(rows) // _ROWS)]
+def _features(model: nn.Module, names: Sequence[str], some: Sequence[Batch]) -> dict[str, Tensor]:
+    """(rows, features) that each layer reads, some of them; the features of a convolution are its channels."""
+    found: dict[str, list[Tensor]] = {name: [] for name in names}
+    for batch in some:
+        with watching(model, {owner(name)[0] for name in names}) as calls:
+            batch.call(model)
+        for name, parts in found.items():
+            module = owner(name)[0]
+            if not calls[module]:
+                raise InvalidOption(f"{name}: the model does not run this layer on the data, so it cannot be separated")
+            x = calls[module][0].inputs[0]
+            x = x.data if isinstance(x, PackedSequence) else x
+            by_features = isinstance(model.get_submodule(module), (nn.Linear, nn.RNNBase))
+            rows = (x if by_features else x.movedim(1, -1)).flatten(0, -2)
+            parts.append(rows[:: -(-len(rows) // _ROWS)])
+    return {name: torch.cat(parts) for name, parts in found.items()}
 
 
 def _indices(chosen: np.ndarray) -> tuple[int, ...]:
