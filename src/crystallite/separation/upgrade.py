@@ -52,6 +52,7 @@ _ROWS = 4096  # of a batch, which say enough about how features vary together
 _RATES = (5e-3, 1e-2, 2e-2)  # the first ones hold where nothing can be tried
 _SMOOTHINGS = (0.0, 0.1)
 _BLOCK_LOSSES = (1.0, 0.0, 3.0)
+_POSITIONS = 256  # of a batch, by which units are told to matter or not
 _SAMPLES = 8192  # rows that least squares reads, or four times the inputs of the widest block
 
 
@@ -123,9 +124,9 @@ def upgrade(
             feed-forward pairs of transformers, stacks of convolutions (blocks of channels); and recurrent networks
             (blocks of hidden units, each reading inputs of its own). Attention, and other layers that stand alone, are
             cut only where they are named; if all layers of an attention are, its heads are shared out as wholes, and
-            those of a block are compared, read and written by that block alone. The last layer of a classifier is among them;
-            ignore it if every output may read every block, and the first convolution if images have fewer channels than
-            there are blocks.
+            those of a block are compared, read and written by that block alone. The last layer of a classifier is
+            among them; ignore it if every output may read every block, and the first convolution if images have fewer
+            channels than there are blocks.
         partition: which neuron goes to which block. "regions" keeps inputs together that vary together, "spread" gives
             every block inputs of all kinds; "auto" takes regions where a layer that is not separated reads all blocks,
             or with `held_out` tries both there, and spreads inputs where an output can read one block only. Hidden
@@ -192,7 +193,8 @@ def upgrade(
         chosen = {parameter(name): _chosen(null, parameter(name), initial) for name in first.layers}
         thresholds = {name: chosen[parameter(name)].threshold(level) for name in first.layers}
         groups = neuron_groups(dense, trace(dense, example, modes)).values()
-        balanced = balance_(dense, groups, initial | chosen, lambda: batch.call(dense))  # the same function
+        few = batch.first(-(-_POSITIONS * batch.size // count_positions(batch)))
+        balanced = balance_(dense, groups, initial | chosen, lambda: few.call(dense))  # the same function
         some = some or _some(data, first.chains, first.blocks)
         task = Task(dense, partitions, thresholds, ends_of(dense, first.chains, batch), loss, some, seed)
         readable = loss is not None and readouts_for(dense, first, batch) is not None
