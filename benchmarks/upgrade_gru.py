@@ -70,7 +70,7 @@ def main(arguments: list[str] | None = None) -> None:
 
         def look(some: nn.Module, curve: list[dict] = curve, about: dict = about) -> float:
             found = {"agreement": judge(some), "perplexity": perplexity(some, heard)}
-            curve.append(about | {"step": options.steps * (len(curve) + 1)} | found)
+            curve.append(about | {"step": options.steps * len(curve)} | found)
             print(f"  {curve[-1]}", flush=True)
             return found["agreement"]
 

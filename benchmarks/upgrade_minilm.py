@@ -78,7 +78,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     def evaluate(some: nn.Module) -> float:
         found = task.judge(some)
-        step = (len(curve)) * options.steps
+        step = (len(curve) - 1) * options.steps  # 0: what least squares alone gives
         spent = {"seconds": time.perf_counter() - began, "processor seconds": time.process_time() - used}
         curve.append({"step": step, "model": "blocks", **found, **spent})
         print(curve[-1], flush=True)

@@ -322,6 +322,7 @@ class UpgradedOptions:
     strays: int  # weights of fragments beside the blocks that were set to zero at the end
     copies: tuple[dict[str, tuple[tuple[int, ...], ...]], ...] = ()  # by chain and group of inputs: for each block, the
     # inputs of other blocks that it reads too
+    start: float | None = None  # the metric before the first step: what least squares alone gives
 
     @property
     def layers(self) -> tuple[str, ...]:
@@ -333,7 +334,8 @@ class UpgradedOptions:
 
     def __str__(self) -> str:
         first, last, chains = self.history[0], self.history[-1], len(self.chains)
-        metric = "" if last.metric is None else f", metric {last.metric:.4g}"
+        start = "" if self.start is None else f"{self.start:.4g} → "
+        metric = "" if last.metric is None else f", metric {start}{last.metric:.4g}"
         return (
             f"upgraded to {self.blocks} blocks in {chains} chain{'s' * (chains > 1)}, "
             f"{len(self.history)} epochs: loss {first.loss:.4g} → {last.loss:.4g}{metric}, "

@@ -52,7 +52,7 @@ _ROWS = 4096  # of a batch, which say enough about how features vary together
 _RATES = (5e-3, 1e-2, 2e-2)  # the first ones hold where nothing can be tried
 _SMOOTHINGS = (0.0, 0.1)
 _BLOCK_LOSSES = (1.0, 0.0, 3.0)
-_POSITIONS = 256  # of a batch, by which units are told to matter or not
+_POSITIONS = 128  # of a batch, by which units are told to matter or not
 _SAMPLES = 8192  # rows that least squares reads, or four times the inputs of the widest block
 
 
@@ -113,7 +113,8 @@ def upgrade(
             its own to the whole output. None: 1 for blocks that are made, where there is a loss and one chain of linear
             layers leads to one vector per sample (with `held_out` 0 and 3 are tried too); else 0. Readouts are trained
             along and then thrown away.
-        metric: called with the model in evaluation mode after every epoch, for the history.
+        metric: called with the model in evaluation mode before the first step, for what least squares alone gives
+            (`UpgradedOptions.start`), and after every epoch, for the history.
         epochs: how often training goes through the data.
         learning_rate: the highest; it rises over the first tenth of the steps and falls to 0. None: .005, .01
             and .02 are tried; .005 where they cannot be.
@@ -226,7 +227,7 @@ def upgrade(
             recipe, found = find_recipe(task, choices, data, held_out, epochs, logits, progress)
         else:
             recipe, found = _searched(saved, checkpoint)
-        student, history = task.train(
+        student, history, start = task.train(
             recipe, data, epochs, fitted=saved is None, metric=metric,
             state={"recipe": to_plain(Recipe, recipe), "search": to_plain(RecipeSearch, found)},
             checkpoints=checkpoints, progress=progress,
@@ -255,6 +256,7 @@ def upgrade(
         tuple(balanced),
         strays,
         tuple({group: tuple(map(_indices, own)) for group, own in copies.items()} for copies in partition.copies),
+        start,
     )
     set_record_(small, replace(record(small), options=options, prepared=notes))
     write_config(small, model)
