@@ -334,8 +334,7 @@ class UpgradedOptions:
 
     def __str__(self) -> str:
         first, last, chains = self.history[0], self.history[-1], len(self.chains)
-        start = "" if self.start is None else f"{self.start:.4g} → "
-        metric = "" if last.metric is None else f", metric {start}{last.metric:.4g}"
+        metric = "" if last.metric is None else f", metric {last.metric:.4g}"
         return (
             f"upgraded to {self.blocks} blocks in {chains} chain{'s' * (chains > 1)}, "
             f"{len(self.history)} epochs: loss {first.loss:.4g} → {last.loss:.4g}{metric}, "
