@@ -121,7 +121,7 @@ def minilm_folder() -> Path:
 
 def retrieval(
     wordnet: str, seed: int, texts: int = 1000, queries: int = 1000, pools: int = 3, kinds: Sequence[str] = (),
-    mixed_with: Sequence[str] = (),
+    mixed_with: Sequence[str] = (), tuning: bool = False,
 ) -> Task:  # fmt: skip
     """MiniLM finds the word for a definition, among all words of `queries` meanings; so in several pools of them.
 
@@ -129,13 +129,17 @@ def retrieval(
     says which. acc@1: for how many definitions the right word is nearest; MRR: mean of 1/rank; cosine: to the dense
     model's vectors. kinds: of other text (`benchmarks.texts`) that it is judged by too: for how many paragraphs of 500
     the second half is the nearest one to the first. mixed_with: kinds of which paragraphs, other ones
-    than those, take their turn with definitions in the calibration.
+    than those, take their turn with definitions in the calibration. tuning: judged by meanings that neither calibrate
+    nor judge otherwise, to choose options by.
     """
     from transformers import AutoModel, AutoTokenizer
 
     from benchmarks.texts import paragraphs
 
     used, judged = split(glosses(wordnet), seed, 3 * texts // 4, pools * queries)
+    if tuning:
+        others, _ = split(glosses(wordnet), seed, 3 * texts // 4 + pools * queries, pools * queries)
+        judged = others[len(used) :]
     tokenizer = AutoTokenizer.from_pretrained(minilm_folder(), local_files_only=True)
     model = Sentences(AutoModel.from_pretrained(minilm_folder(), local_files_only=True)).eval()
 

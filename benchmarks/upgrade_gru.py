@@ -13,19 +13,16 @@ import argparse
 import random
 import time
 from itertools import product
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import crystallite as cx
 from benchmarks.fitted_tasks import WORDNET
-from benchmarks.fitted_units import Speller, agreement, lemmas, speller, spoken
+from benchmarks.fitted_units import agreement, lemmas, speller, spoken
 from benchmarks.timing import show, store
-from benchmarks.upgrade_minilm import Some
+from benchmarks.upgrade_minilm import Some, proof
 from crystallite.graph.chains import find_chains
-from crystallite.partitioning.partition import joint_components
-from crystallite.partitioning.weights import parameter
 from crystallite.separation import upgrade
 
 
@@ -38,21 +35,6 @@ def perplexity(model: nn.Module, batches: list[dict[str, Tensor]]) -> float:
         total += float(nn.functional.cross_entropy(logits.flatten(0, 1), following.flatten(), reduction="sum"))
         phonemes += following.numel()
     return float(torch.tensor(total / max(phonemes, 1)).exp())
-
-
-def proof(model: Speller, small: nn.Module, example: dict[str, Tensor]) -> dict[str, Any]:
-    """Blocks of each GRU by `decompose`, whether annealing takes nothing away, and the share of weights kept."""
-    options, state = cx.record(small).options, cx.restore(small).state_dict()
-    blocks, fixed, kept = [], True, []
-    for chain in find_chains(model, ["encoder", "decoder"], example=example):
-        masks = {}
-        for name in chain.layers:
-            weight = state[parameter(name)]
-            masks[name] = cx.anneal(weight, options.nulls[parameter(name)], options.level, rule="neyman").mask
-            fixed &= torch.equal(masks[name], weight != 0)
-            kept.append(masks[name].flatten())
-        blocks.append(max(int(found.max()) for found in joint_components(chain, masks).values()) + 1)
-    return {"decompose": blocks, "fixed point": fixed, "kept": float(torch.cat(kept).float().mean())}
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -88,7 +70,7 @@ def main(arguments: list[str] | None = None) -> None:
 
         def look(some: nn.Module, curve: list[dict] = curve, about: dict = about) -> float:
             found = {"agreement": judge(some), "perplexity": perplexity(some, heard)}
-            curve.append(about | {"step": options.steps * (len(curve) + 1)} | found)
+            curve.append(about | {"step": options.steps * len(curve)} | found)
             print(f"  {curve[-1]}", flush=True)
             return found["agreement"]
 
@@ -99,7 +81,8 @@ def main(arguments: list[str] | None = None) -> None:
         rows += curve
         results.append(about | {
             "agreement": judge(small), "perplexity": perplexity(small, heard), "multiply-adds": after / before,
-            "processor seconds": time.process_time() - began, **proof(model, small, heard[0]),
+            "processor seconds": time.process_time() - began,
+            **proof(small, find_chains(model, ["encoder", "decoder"], example=heard[0])),
         })  # fmt: skip
         store("upgrade_gru", [*rows, *results])
     show("GRUs of g2p-en over the steps", rows)

@@ -67,8 +67,8 @@ def test_gate_and_value_in_one_layer_are_one_hidden_neuron():
     (chain,) = find_chains(Fused())
     assert chain.layers == ("both", "down")
     assert chain.sizes == {"in": 16, "hidden 1": 32, "out": 16}
-    assert chain.tiling("both") == (2, 1)
-    assert chain.tiling("down") == (1, 1)
+    assert chain.written("both").tolist() == [*range(32), *range(32)]
+    assert chain.read("down").tolist() == [*range(32)]
 
 
 def test_named_layers_separate_alone():

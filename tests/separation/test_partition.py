@@ -1,5 +1,7 @@
 """In which blocks neurons are, in which units, and how blocks are fitted."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -139,14 +141,7 @@ def test_refit_is_least_squares():
         for name, target in (("0", dense[0](x)), ("2", dense(x))):
             layer, mask = net.get_submodule(name), partition.mask(name)
             assert not layer.weight[~mask].any()
-            centred, goal = read - read.mean(0), target - target.mean(0)
-            for row in range(len(mask)):
-                own = centred[:, mask[row]]
-                ridge = 0.01 * own.square().sum(0).mean()
-                stacked = torch.cat([own, ridge.sqrt() * torch.eye(own.shape[1], dtype=torch.float64)])
-                aims = torch.cat([goal[:, row], goal.new_zeros(own.shape[1])])
-                solved = torch.linalg.lstsq(stacked, aims[:, None]).solution[:, 0]
-                assert torch.allclose(layer.weight[row, mask[row]], solved, rtol=1e-8, atol=1e-10)
+            _assert_least_squares(layer, mask, read, target)
             assert torch.allclose(layer(read).mean(0), target.mean(0), atol=1e-10)  # the bias
             read = torch.tanh(layer(read))  # what the next layer gets from the compressed net
 
@@ -190,6 +185,57 @@ def test_refit_does_not_read_padding():
         refit_(net, dense, partition, list(batches(batch)))
         fitted.append(net.layers[0].weight.detach())
     assert torch.allclose(*fitted, rtol=1e-4, atol=1e-6)
+
+
+class Pair(nn.Module):
+    """A feed-forward pair on a residual stream."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+
+def test_refit_does_not_run_again_what_is_fitted():
+    runs = []
+    for depth in (2, 5):
+        torch.manual_seed(0)
+        dense = nn.Sequential(*(Pair() for _ in range(depth)))
+        x, net = torch.randn(40, 8), copy.deepcopy(dense)
+        partition = random_partition(find_chains(dense, example=x), 2)
+        runs.append(0)
+
+        def count(*_):
+            runs[-1] += 1
+
+        net[0].up.register_forward_hook(count)
+        refit_(net, dense, partition, list(batches([x, x + 1])))
+    assert runs[0] == runs[1]
+
+
+def test_a_layer_makes_good_for_what_its_stream_has_lost():
+    """The last layer is fitted to all that is missing of the dense model's output, not to what its own twin writes."""
+    torch.manual_seed(0)
+    dense, x = nn.Sequential(Pair(), Pair()).double(), torch.randn(400, 8, dtype=torch.float64)
+    partition, net = random_partition(find_chains(dense, example=x), 2), copy.deepcopy(dense)
+    refit_(net, dense, partition, list(batches([x[:150], x[150:]])))
+    with torch.no_grad():
+        stream = net[0](x)
+        read, target = torch.relu(net[1].up(stream)), dense(x) - stream
+    _assert_least_squares(net[1].down, partition.mask("1.down"), read, target)
+
+
+def _assert_least_squares(layer, mask, read, target):
+    centred, goal = read - read.mean(0), target - target.mean(0)
+    for row in range(len(mask)):
+        own = centred[:, mask[row]]
+        ridge = 0.01 * own.square().sum(0).mean()
+        stacked = torch.cat([own, ridge.sqrt() * torch.eye(own.shape[1], dtype=torch.float64)])
+        aims = torch.cat([goal[:, row], goal.new_zeros(own.shape[1])])
+        solved = torch.linalg.lstsq(stacked, aims[:, None]).solution[:, 0]
+        assert torch.allclose(layer.weight[row, mask[row]], solved, rtol=1e-8, atol=1e-10)
 
 
 def test_depthwise_convolutions_stay_in_their_units():

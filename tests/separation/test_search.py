@@ -109,7 +109,7 @@ def test_an_interrupted_run_does_not_search_again(small_digits, tmp_path, monkey
     whole = run(small_digits, **options)
 
     def metric(model):
-        raise Interrupted  # after the first epoch of the training that counts, before its state is written
+        raise Interrupted  # before the first step of the training that counts, after what was found is written
 
     with pytest.raises(Interrupted):
         run(small_digits, metric=metric, checkpoint=tmp_path / "state", **options)

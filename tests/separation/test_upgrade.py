@@ -84,6 +84,7 @@ def test_the_record_tells_the_whole_story(trained, upgraded):
     shares = [epoch.threshold for epoch in record.history]
     assert shares == sorted(shares)
     assert record.history[-1].metric == pytest.approx(digits.accuracy(upgraded, x, y), abs=0.01)
+    assert 0.5 < record.start < record.history[-1].metric  # what least squares alone gives, long before the end
     assert record.balanced == ("2", "4")
     assert cx.record(upgraded).method == "upgraded"
     assert "4 blocks in 1 chain, 15 epochs" in str(record)

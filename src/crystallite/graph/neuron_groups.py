@@ -20,6 +20,7 @@ __all__ = [
     "CONVOLUTIONS",
     "NeuronGroup",
     "find_neuron_groups",
+    "head_group",
     "members",
     "neuron_groups",
     "pairings",
@@ -213,6 +214,34 @@ def _along(model: nn.Module, name: str, carried: Mapping[tuple[str, int], Tensor
     if module.groups > 1:  # the second axis of its kernel serves all groups
         return None
     return labels.repeat_interleave(weight[0, 0].numel())
+
+
+def head_group(model: nn.Module, attention: Attention) -> NeuronGroup | None:
+    """The heads of an attention as wholes, with their queries and keys, None where they are not known.
+
+    Heads of queries that share keys and values are one. Whether heads go alone is for a trial to say
+    (`trials.acts_alone`): a norm over all queries, or values shared otherwise than keys, would join them.
+    """
+    queries, keys, values, outputs = attention.queries, attention.keys, attention.values, attention.outputs
+    if queries is None or keys is None or values is None or outputs is None:
+        return None
+    heads, writers = len(keys.places), dict.fromkeys(part.layer for part in (queries, keys, values))
+    if len(values.places) != heads or outputs.layer in writers:
+        return None
+    rows, carried = dict[str, Tensor](), dict[tuple[str, int], Tensor]()
+    for name, outward, parts in (
+        *((name, True, [part for part in (queries, keys, values) if part.layer == name]) for name in writers),
+        (outputs.layer, False, [outputs]),
+    ):
+        pairs = [(part.places, torch.arange(heads).view(-1, 1, 1).expand(part.places.shape)) for part in parts]
+        labels = _labelled(model, name, outward, pairs)
+        if labels is None or bool((labels < 0).any()):
+            return None
+        rows[name] = labels
+        carried |= _stored(model, name, labels, outward)
+    columns = {outputs.layer: rows.pop(outputs.layer)}
+    width = outputs.places[0].numel()
+    return NeuronGroup(heads, tuple(writers), (outputs.layer,), heads, width, (), True, carried, rows, columns)
 
 
 def value_group(model: nn.Module, attention: Attention) -> NeuronGroup | None:

@@ -323,6 +323,7 @@ class UpgradedOptions:
     strays: int  # weights of fragments beside the blocks that were set to zero at the end
     copies: tuple[dict[str, tuple[tuple[int, ...], ...]], ...] = ()  # by chain and group of inputs: for each block, the
     # inputs of other blocks that it reads too
+    start: float | None = None  # the metric before the first step: what least squares alone gives
 
     @property
     def layers(self) -> tuple[str, ...]:

@@ -52,9 +52,7 @@ def assign_by_explained_variance(partition: Partition, model: nn.Module, batches
 
 
 def _is_linear(chain: Chain, model: nn.Module) -> bool:
-    modules = [model.get_submodule(owner(name)[0]) for name in chain.layers]
-    read_once = all(chain.tiling(name)[1] == 1 for name in chain.layers)
-    return read_once and all(isinstance(module, nn.Linear) for module in modules)
+    return all(isinstance(model.get_submodule(owner(name)[0]), nn.Linear) for name in chain.layers)
 
 
 @torch.no_grad()
@@ -75,23 +73,29 @@ def _assigned(
 ) -> Mapping[str, np.ndarray]:
     found = {group: own for group, own in labels.items() if group not in chain.writes.values()}
     for group in dict.fromkeys(chain.writes[name] for name in chain.layers):
-        worth = _worth([name for name in chain.layers if chain.reads[name] == group], model, seen)
+        worth, size = _worth(chain, group, model, seen), chain.sizes[group]
         explained = []
         for name in chain.layers:
             if chain.writes[name] == group and chain.reads[name] in found:  # what is added later has followed the rest
                 own, cross, variance = seen[name].covariances
-                value, times = explained_variance(own, cross, found[chain.reads[name]], blocks), chain.tiling(name)[0]
+                value = explained_variance(own, cross, found[chain.reads[name]][chain.read(name)], blocks)
+                written = torch.from_numpy(chain.written(name)).to(value.device)
                 if worth is not None:
-                    value = value * (worth.repeat(times) / variance.clamp_min(_TINY))[:, None]
-                explained.append(value.view(times, -1, blocks).sum(0))
+                    value = value * (worth[written] / variance.clamp_min(_TINY))[:, None]
+                explained.append(value.new_zeros(size, blocks).index_add_(0, written, value))
         found[group] = balanced_assignment(sum(explained[1:], explained[0]).cpu().numpy(), blocks)
     return found
 
 
-def _worth(readers: Sequence[str], model: nn.Module, seen: Mapping[str, Moments]) -> Tensor | None:
+def _worth(chain: Chain, group: str, model: nn.Module, seen: Mapping[str, Moments]) -> Tensor | None:
     """(neurons,) how much of what their readers write is theirs; None without readers."""
-    squares = [model.get_parameter(f"{name}.weight").detach().double().square().sum(0) for name in readers]
-    parts = [w * seen[name].covariances[0].diagonal() for name, w in zip(readers, squares, strict=True)]
+    parts = []
+    for name in chain.layers:
+        if chain.reads[name] == group:
+            squares = model.get_parameter(f"{name}.weight").detach().double().square().sum(0)
+            part = squares * seen[name].covariances[0].diagonal()
+            read = torch.from_numpy(chain.read(name)).to(part.device)
+            parts.append(part.new_zeros(chain.sizes[group]).index_add_(0, read, part))
     return sum(parts[1:], parts[0]) if parts else None
 
 

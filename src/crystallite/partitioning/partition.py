@@ -67,9 +67,9 @@ class Partition:
     def members(self, layer: str) -> list[tuple[np.ndarray, np.ndarray]]:
         """Rows and columns of a layer's weight in each block: a row is in one, a column in those that read it."""
         number, chain = self._chain_of(layer)
-        rows, columns = chain.tiling(layer)
+        rows, columns = chain.written(layer), chain.read(layer)
         written, read = (self._inside(number, group) for group in (chain.writes[layer], chain.reads[layer]))
-        return [(np.flatnonzero(np.tile(own, rows)), np.flatnonzero(np.tile(seen, columns)))
+        return [(np.flatnonzero(own[rows]), np.flatnonzero(seen[columns]))
                 for own, seen in zip(written, read, strict=True)]  # fmt: skip
 
     def mask(self, layer: str) -> Tensor:
@@ -87,7 +87,7 @@ class Partition:
         number, chain = self._chain_of(layer)
         if not self._shared(number, chain.reads[layer]):
             return None
-        return np.tile(self.labels[number][chain.writes[layer]], chain.tiling(layer)[0])
+        return np.asarray(self.labels[number][chain.writes[layer]][chain.written(layer)])
 
     def expand(self, layer: str, weight: Tensor) -> Tensor:
         """A layer's weight with a column for every copy of an input; as it is if there are none."""
@@ -138,9 +138,10 @@ def random_partition(chains: Sequence[Chain], blocks: int, seed: int = 0) -> Par
     generator = np.random.default_rng(seed)
     for chain in chains:
         for name in chain.layers:
-            size = min(chain.sizes[chain.reads[name]], chain.sizes[chain.writes[name]])
-            if size < blocks:
-                raise InvalidOption(f"{name}: {size} neurons are too few for {blocks} blocks; ignore this layer")
+            group = min(chain.reads[name], chain.writes[name], key=lambda group: chain.sizes[group])
+            if (size := chain.sizes[group]) < blocks:
+                what = "attention heads" if group.startswith("heads") else "neurons"
+                raise InvalidOption(f"{name}: {size} {what} are too few for {blocks} blocks; ignore this layer")
     labels = tuple(
         {group: generator.permutation(np.arange(size) % blocks) for group, size in chain.sizes.items()}
         for chain in chains
@@ -208,7 +209,7 @@ def joint_components(chain: Chain, weights: Mapping[str, Any]) -> dict[str, np.n
     first, second = [np.zeros(0, np.intp)], [np.zeros(0, np.intp)]
     for name in chain.layers:
         outputs, inputs = start[chain.writes[name]], start[chain.reads[name]]
-        met = edges(torch.as_tensor(weights[name]), chain.tiling(name))
+        met = edges(torch.as_tensor(weights[name]), chain.written(name), chain.read(name))
         for rows, cols in decompose(met, name=name).blocks:  # a star joins what a block joins
             first.append(np.full(len(rows) + len(cols), inputs + cols[0]))
             second.append(np.concatenate([inputs + cols, outputs + rows]))

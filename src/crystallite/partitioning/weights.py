@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -39,13 +40,20 @@ def weight_of(model: nn.Module, name: str) -> Tensor:
     return found
 
 
-def edges(weight: Tensor, tiles: tuple[int, int]) -> Tensor:
-    """(outputs, inputs) bool: which neurons any nonzero weight joins, through whatever gate or place of a kernel.
+def edges(weight: Tensor, written: np.ndarray, read: np.ndarray) -> Tensor:
+    """(outputs, inputs) bool: which neurons any nonzero weight joins, through whatever gate, head or place of a kernel.
 
-    tiles: how often the neurons stand along the rows (gates) and the columns (directions) of the weight.
+    written, read: the neuron that each row and each column of the weight is.
 
-    >>> edges(torch.tensor([[0.0, 1.0], [0.0, 0.0], [2.0, 0.0], [0.0, 0.0]]), (2, 1)).tolist()
+    >>> weight = torch.tensor([[0.0, 1.0], [0.0, 0.0], [2.0, 0.0], [0.0, 0.0]])
+    >>> edges(weight, np.array([0, 1, 0, 1]), np.array([0, 1])).tolist()
     [[True, True], [False, False]]
     """
-    rows, columns = (size // times for size, times in zip(weight.shape[:2], tiles, strict=True))
-    return torch.as_tensor(weight != 0).reshape(tiles[0], rows, tiles[1], columns, -1).any(4).any(2).any(0)
+    met = (weight != 0).flatten(2).any(2) if weight.ndim > 2 else weight != 0
+    for axis, neurons in enumerate((written, read)):
+        size = int(neurons.max()) + 1
+        if size < len(neurons):
+            shape = (size, met.shape[1]) if axis == 0 else (met.shape[0], size)
+            count = torch.zeros(shape, dtype=torch.int32, device=met.device)
+            met = count.index_add_(axis, torch.from_numpy(neurons).to(met.device), met.int()) > 0
+    return met

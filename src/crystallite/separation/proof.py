@@ -29,7 +29,7 @@ def drop_strays_(model: nn.Module, partition: Partition) -> int:
         largest = [max(np.unique(component[(label == b) & (component >= 0)]), key=lambda c: sizes[c], default=-1)
                    for b in range(int(label.max()) + 1)]  # fmt: skip
         for name, weight in weights.items():
-            written = np.tile(components[chain.writes[name]], chain.tiling(name)[0])
+            written = components[chain.writes[name]][chain.written(name)]
             stray = torch.from_numpy(~np.isin(written, largest)).to(weight.device)
             dropped += int(torch.count_nonzero(weight[stray]))
             weight[stray] = 0

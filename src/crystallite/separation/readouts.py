@@ -50,7 +50,8 @@ def readouts_for(model: nn.Module, partition: Partition, batch: Batch) -> Readou
         return None
     with torch.no_grad():
         output, hidden = batch.call(model), layer_call(model, writers[0], batch).output
-    if output.shape[:-1] != hidden.shape[:-1] or not output.is_floating_point():
+    labels = partition.labels[0][group]
+    if output.shape[:-1] != hidden.shape[:-1] or not output.is_floating_point() or len(labels) != hidden.shape[-1]:
         return None
-    readouts = Readouts(writers[0], partition.labels[0][group], output.shape[-1], output.dtype)
+    readouts = Readouts(writers[0], labels, output.shape[-1], output.dtype)
     return readouts.to(output.device)

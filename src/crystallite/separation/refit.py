@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,17 +12,18 @@ from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
 from crystallite.core.errors import InvalidOption
 from crystallite.data.batch import Batch
-from crystallite.data.positions import real_positions
+from crystallite.data.positions import real_rows
 from crystallite.partitioning.partition import Partition
 from crystallite.partitioning.weights import owner
 from crystallite.statistics.moments import Moments
+from crystallite.statistics.observer import Carry, ForwardPlan, Seen, observe
 from crystallite.statistics.regression import Regression
 from crystallite.statistics.watching import layer_call
 
 __all__ = ["refit_"]
 
 _NATIVE: dict[str, Any] = {"RNN_TANH": torch.rnn_tanh, "RNN_RELU": torch.rnn_relu, "GRU": torch.gru, "LSTM": torch.lstm}
-_PATCHES = 16384  # of a batch, or those of one sample
+_ROWS = 16384  # of a batch: positions, or patches that a convolution reads
 _RIDGE = 0.01  # of the mean of the Gram matrix's diagonal
 
 
@@ -30,33 +32,91 @@ def refit_(model: nn.Module, dense: nn.Module, partition: Partition, batches: Se
     """Give the weights of a partition the blocks that least squares finds, one after the other, in place.
 
     Targets are the *dense* model's pre-activations; inputs come from the model as far as it is fitted already, so a
-    layer makes good for what the ones before it have lost. The states that a recurrent network hears are the dense
-    one's. Ridge of .01 of the mean diagonal. Weights between blocks become zero. Padded positions (an `attention_mask`
-    of zeros) do not count. Both models must be in evaluation mode.
+    layer makes good for what the ones before it have lost, and where its output is added to a residual stream also for
+    what that stream has lost. The states that a recurrent network hears are the dense one's. Ridge of .01 of the mean
+    diagonal. Weights between blocks become zero. Padded positions (an `attention_mask` of zeros) do not count. Both
+    models must be in evaluation mode.
 
-    Cost: a run of both models up to each layer, and a Gram matrix for each block. Raises where a block has more inputs
-    than there are samples.
+    Cost: a run of the dense model, a run of the other one up to each group of layers in every segment (`ForwardPlan`:
+    layers of a transformer), and a Gram matrix for each block. Memory: what the layers of one segment write, and what
+    is carried to the next. Raises where a block has more inputs than there are samples.
     """
-    for name in partition.layers:
+    plan = ForwardPlan.of(dense, partition.modules, batches[0].first(1))
+    if plan.unused:
+        unused = min(plan.unused)
+        raise InvalidOption(f"{unused}: the model does not run this layer on the data, so it cannot be fitted")
+    carry, dense_carry = [[()] * len(batches) for _ in range(2)]
+    used = max(number for number, groups in enumerate(plan.segments) if groups) + 1
+    for segment, groups in enumerate(plan.segments[:used]):
+        alone = [name for group in groups for name in group if isinstance(dense.get_submodule(name), nn.RNNBase)]
+        others = [name for group in groups for name in group if name not in alone]
+        expected = list(_seen(dense, batches, plan, segment, dense_carry, others))
+        for i, group in enumerate(groups):
+            if group[0] in alone:
+                for name in group:
+                    _refit_recurrent_(model, dense, name, partition, batches)
+                continue
+            following = groups[i + 1][0] if i + 1 < len(groups) and groups[i + 1][0] in others else None
+            adds = any(expected[0][0][name].residual is not None for name in group)
+            reused = bool(plan.reused.intersection(group))
+            names, until = (group, None if reused else following) if adds or reused else ((), group[0])
+            sums = {name: _BlockMoments(model, name, partition) for name in group}
+            seen = _seen(model, batches, plan, segment, carry, names, until)
+            for (theirs, _), (ours, _) in zip(expected, seen, strict=True):
+                for name in group:
+                    read = ours[name if names else group[0]]  # one tensor that all of them read
+                    sums[name].add(read.inputs, _target(theirs[name], read if names else None))
+            for one in sums.values():
+                one.solve_()
+        if segment + 1 < used:
+            carry = [following for _, following in _seen(model, batches, plan, segment, carry, ())]
+            dense_carry = [following for _, following in expected]
+
+
+def _seen(
+    model: nn.Module, batches: Sequence[Batch], plan: ForwardPlan, segment: int, carry: Sequence[Carry],
+    names: Sequence[str], until: str | None = None,
+) -> Iterator[tuple[dict[str, Seen], Carry]]:  # fmt: skip
+    for batch, value in zip(batches, carry, strict=True):
+        yield observe(model, batch, plan, segment, value, names, partial(real_rows, batch, most=_ROWS, seed=0), until)
+
+
+def _target(theirs: Seen, ours: Seen | None) -> Tensor:
+    """What a layer shall write: what the dense one does, and what the stream that it is added to has lost."""
+    if theirs.residual is None or ours is None or ours.residual is None:
+        return theirs.outputs
+    return theirs.outputs + (theirs.residual - ours.residual)
+
+
+class _BlockMoments:
+    """Sums for the least squares of each block of a weight."""
+
+    def __init__(self, model: nn.Module, name: str, partition: Partition) -> None:
         module, tensor = owner(name)
         layer = model.get_submodule(module)
-        weight, bias = getattr(layer, tensor), getattr(layer, tensor.replace("weight", "bias"), None)
-        taps = weight[0, 0].numel()  # a column of labels is so many of the weight: the places of a kernel
+        self.name, self.weight = name, getattr(layer, tensor)
+        self.bias = getattr(layer, tensor.replace("weight", "bias"), None)
+        taps = self.weight[0, 0].numel()  # a column of labels is so many of the weight: the places of a kernel
         members = [(torch.from_numpy(own), torch.from_numpy(read)) for own, read in partition.members(name)]
-        blocks = [(own, (read[:, None] * taps + torch.arange(taps)).flatten()) for own, read in members]
-        moments = [Moments(name) for _ in blocks]
-        for batch in batches:
-            x, t = (value.double() for value in _regression(model, dense, name, batch))
-            for found, (own, read) in zip(moments, blocks, strict=True):
-                found.add(x[:, read], t[:, own])
-        widest = max(len(read) for _, read in blocks)
-        if moments[0].samples < widest:
+        self.blocks = [(own, (read[:, None] * taps + torch.arange(taps)).flatten()) for own, read in members]
+        self.moments = [Moments(name) for _ in members]
+
+    def add(self, x: Tensor, t: Tensor) -> None:
+        x, t = x.double(), t.double()
+        for found, (own, read) in zip(self.moments, self.blocks, strict=True):
+            found.add(x[:, read], t[:, own])
+
+    def solve_(self) -> None:
+        """Give the weight its best blocks."""
+        widest, samples = max(len(read) for _, read in self.blocks), self.moments[0].samples
+        if samples < widest:
             raise InvalidOption(
-                f"{name}: a block has {widest} inputs, but the data has {moments[0].samples} samples: pass more"
+                f"{self.name}: a block has {widest} inputs, but the data has {samples} samples: pass more"
             )
+        weight, bias = self.weight, self.bias
         weight.zero_()
         flat = weight.flatten(1)
-        for found, (own, read) in zip(moments, blocks, strict=True):
+        for found, (own, read) in zip(self.moments, self.blocks, strict=True):
             nothing = flat.new_zeros(len(own), len(read))
             best = Regression.solve(found, found, nothing, bias is not None, _RIDGE)
             flat[own[:, None], read] = best.weight.to(weight)
@@ -65,29 +125,19 @@ def refit_(model: nn.Module, dense: nn.Module, partition: Partition, batches: Se
         weight.copy_(flat.view_as(weight))
 
 
-def _regression(model: nn.Module, dense: nn.Module, name: str, batch: Batch) -> tuple[Tensor, Tensor]:
-    """(rows, columns) that a weight multiplies, and (rows, outputs) that it should give."""
-    module, tensor = owner(name)
+def _refit_recurrent_(
+    model: nn.Module, dense: nn.Module, module: str, partition: Partition, batches: Sequence[Batch]
+) -> None:
+    """The matrices of a recurrent network, each from whole runs: there are few."""
     layer = dense.get_submodule(module)
-    x, expected = layer_call(model, module, batch).inputs[0], layer_call(dense, module, batch)
-    if isinstance(layer, nn.RNNBase):
-        return _recurrent(layer, tensor, _by_time(layer, x), _by_time(layer, expected.inputs[0]))
-    t = expected.output
-    if isinstance(layer, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
-        count = max(1, _PATCHES // t[0, 0].numel())
-        return _patches(layer, x[:count]), t[:count].movedim(1, -1).flatten(0, -2)
-    real = real_positions(batch, x.shape[:-1])
-    return x.flatten(0, -2)[real], t.flatten(0, -2)[real]
-
-
-def _patches(conv: nn.Conv1d | nn.Conv2d | nn.Conv3d, x: Tensor) -> Tensor:
-    """(samples · positions, channels · places of the kernel): what a convolution multiplies by its kernels."""
-    ends = conv._reversed_padding_repeated_twice
-    x = nn.functional.pad(x, ends, mode="constant" if conv.padding_mode == "zeros" else conv.padding_mode)
-    for axis, (size, step, apart) in enumerate(zip(conv.kernel_size, conv.stride, conv.dilation, strict=True), 2):
-        x = x.unfold(axis, apart * (size - 1) + 1, step)[..., ::apart]
-    places = len(conv.kernel_size)
-    return x.movedim(1, places + 1).flatten(0, places).flatten(1)
+    assert isinstance(layer, nn.RNNBase)
+    for name in partition.layers:
+        if owner(name)[0] == module:
+            sums = _BlockMoments(model, name, partition)
+            for batch in batches:
+                ours, theirs = (_by_time(layer, layer_call(one, module, batch).inputs[0]) for one in (model, dense))
+                sums.add(*_recurrent(layer, owner(name)[1], ours, theirs))
+            sums.solve_()
 
 
 def _by_time(module: nn.RNNBase, x: Any) -> Tensor:

@@ -78,7 +78,7 @@ def find_recipe(
             recipe = replace(best, **{knob: value})
             if recipe not in trials:
                 bar.set_description(f"search at {cost * bar.total:.1f} × the cost of training: {recipe}")
-                model, _ = task.train(recipe, [(batch.arguments, batch.target) for batch in part], own_epochs)
+                model, *_ = task.train(recipe, [(batch.arguments, batch.target) for batch in part], own_epochs)
                 trials[recipe] = _score(task, model, judges, calibrated)
                 bar.update()
         best = min(trials, key=lambda recipe: trials[recipe])

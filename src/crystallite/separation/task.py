@@ -54,8 +54,8 @@ class Task:
         state: Mapping[str, Any] | None = None,
         checkpoints: Checkpoints | None = None,
         progress: bool = False,
-    ) -> tuple[nn.Module, list[Epoch]]:
-        """The model behind its gates after training, and the history.
+    ) -> tuple[nn.Module, list[Epoch], float | None]:
+        """The model behind its gates after training, the history, and the metric before it.
 
         fitted: whether it begins with what least squares finds; a checkpoint has its own weights. state: plain values
         that are kept in checkpoints.
@@ -65,7 +65,7 @@ class Task:
         readouts = readouts_for(self.dense, partition, self.some[0]) if recipe.block_loss else None
         for name in partition.layers:
             student, gates[name] = attach_(student, name, partition)
-        history = train_(
+        history, start = train_(
             student,
             self.dense,
             gates,
@@ -81,7 +81,7 @@ class Task:
             progress,
             state,
         )
-        return student, history
+        return student, history, start
 
 
 def smoothed(loss: Loss, share: float) -> Loss:

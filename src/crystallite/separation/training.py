@@ -80,8 +80,10 @@ def train_(
     checkpoints: Checkpoints | None,
     progress: bool,
     state: Mapping[str, Any] | None = None,
-) -> list[Epoch]:
-    """Train the model in place, by a loss or without labels by likeness to the dense model; returns the history.
+) -> tuple[list[Epoch], float | None]:
+    """Train the model in place, by a loss or without labels by likeness to the dense model.
+
+    Returns the history, and the metric before the first step.
 
     gates, thresholds: of the layers that separate; ends: modules whose outputs are compared where there are no labels
     (`ends_of`); readouts: of what blocks alone would say, which has the same loss; state: plain values that were found
@@ -95,11 +97,15 @@ def train_(
     parts = [model] if readouts is None else [model, readouts]
     parameters = [p for part in parts for p in part.parameters() if p.requires_grad]
     values = {f"{i}.{name}": value for i, part in enumerate(parts) for name, value in part.state_dict().items()}
-    record: dict[str, Any] = {"sum": 0.0, "history": [], **(state or {})}  # loss of this epoch so far, epochs
+    # loss of this epoch so far, epochs, metric at the start
+    record: dict[str, Any] = {"sum": 0.0, "history": [], "start": None, **(state or {})}
     trainer = Trainer(parameters, values, record, schedule.learning_rate, total, checkpoints)
     if state and not trainer.step:
         trainer.save(now=True)
     raised = _Gates(model, gates, thresholds)
+    if metric is not None and not trainer.step:
+        model.eval()
+        record["start"] = float(metric(model))
     bar = tqdm(total=total, initial=trainer.step, unit="batch", disable=not progress)
     for epoch in range(trainer.step // length, schedule.epochs):
         for batch in _rest(data, seed * 1_000_003 + epoch, length, trainer.step % length):
@@ -126,7 +132,7 @@ def train_(
     bar.close()
     raised.raise_to(1.0)
     model.eval()
-    return [Epoch(**epoch) for epoch in record["history"]]
+    return [Epoch(**epoch) for epoch in record["history"]], record["start"]
 
 
 def _rest(data: Any, seed: int, length: int, done: int) -> Iterator[Batch]:

@@ -44,7 +44,7 @@ from crystallite.separation.straight_through import harden_
 from crystallite.separation.task import Task, takes_probabilities
 from crystallite.separation.training import Loss, Metric, ends_of
 from crystallite.statistics.checkpoints import Checkpoints, State
-from crystallite.statistics.watching import layer_call
+from crystallite.statistics.watching import watching
 
 __all__ = ["upgrade"]
 
@@ -52,6 +52,7 @@ _ROWS = 4096  # of a batch, which say enough about how features vary together
 _RATES = (5e-3, 1e-2, 2e-2)  # the first ones hold where nothing can be tried
 _SMOOTHINGS = (0.0, 0.1)
 _BLOCK_LOSSES = (1.0, 0.0, 3.0)
+_POSITIONS = 128  # of a batch, by which units are told to matter or not
 _SAMPLES = 8192  # rows that least squares reads, or four times the inputs of the widest block
 
 
@@ -112,7 +113,8 @@ def upgrade(
             its own to the whole output. None: 1 for blocks that are made, where there is a loss and one chain of linear
             layers leads to one vector per sample (with `held_out` 0 and 3 are tried too); else 0. Readouts are trained
             along and then thrown away.
-        metric: called with the model in evaluation mode after every epoch, for the history.
+        metric: called with the model in evaluation mode before the first step, for what least squares alone gives
+            (`UpgradedOptions.start`), and after every epoch, for the history.
         epochs: how often training goes through the data.
         learning_rate: the highest; it rises over the first tenth of the steps and falls to 0. None: .005, .01
             and .02 are tried; .005 where they cannot be.
@@ -122,9 +124,10 @@ def upgrade(
         targets, ignore: patterns of layer names. By default all layers that share hidden neurons with others: MLPs,
             feed-forward pairs of transformers, stacks of convolutions (blocks of channels); and recurrent networks
             (blocks of hidden units, each reading inputs of its own). Attention, and other layers that stand alone, are
-            cut only where they are named. The last layer of a classifier is among them;
-            ignore it if every output may read every block, and the first convolution if images have fewer channels than
-            there are blocks.
+            cut only where they are named; if all layers of an attention are, its heads are shared out as wholes, and
+            those of a block are compared, read and written by that block alone. The last layer of a classifier is
+            among them; ignore it if every output may read every block, and the first convolution if images have fewer
+            channels than there are blocks.
         partition: which neuron goes to which block. "regions" keeps inputs together that vary together, "spread" gives
             every block inputs of all kinds; "auto" takes regions where a layer that is not separated reads all blocks,
             or with `held_out` tries both there, and spreads inputs where an output can read one block only. Hidden
@@ -174,7 +177,7 @@ def upgrade(
         if isinstance(partition, str):
             asked = None if targets is None else _patterns(targets)
             with phase("tracing", progress):
-                chains = find_chains(dense, asked, _patterns(ignore), example, modes)
+                chains = find_chains(dense, asked, _patterns(ignore), example, modes, heads=asked is not None)
             if modules is not None:
                 partitions = {"modules": module_partition(modules, dense, chains, batch)}
             else:
@@ -191,7 +194,8 @@ def upgrade(
         chosen = {parameter(name): _chosen(null, parameter(name), initial) for name in first.layers}
         thresholds = {name: chosen[parameter(name)].threshold(level) for name in first.layers}
         groups = neuron_groups(dense, trace(dense, example, modes)).values()
-        balanced = balance_(dense, groups, initial | chosen, lambda: batch.call(dense))  # the same function
+        few = batch.first(-(-_POSITIONS * batch.size // count_positions(batch)))
+        balanced = balance_(dense, groups, initial | chosen, lambda: few.call(dense))  # the same function
         some = some or _some(data, first.chains, first.blocks)
         task = Task(dense, partitions, thresholds, ends_of(dense, first.chains, batch), loss, some, seed)
         readable = loss is not None and readouts_for(dense, first, batch) is not None
@@ -223,7 +227,7 @@ def upgrade(
             recipe, found = find_recipe(task, choices, data, held_out, epochs, logits, progress)
         else:
             recipe, found = _searched(saved, checkpoint)
-        student, history = task.train(
+        student, history, start = task.train(
             recipe, data, epochs, fitted=saved is None, metric=metric,
             state={"recipe": to_plain(Recipe, recipe), "search": to_plain(RecipeSearch, found)},
             checkpoints=checkpoints, progress=progress,
@@ -252,6 +256,7 @@ def upgrade(
         tuple(balanced),
         strays,
         tuple({group: tuple(map(_indices, own)) for group, own in copies.items()} for copies in partition.copies),
+        start,
     )
     set_record_(small, replace(record(small), options=options, prepared=notes))
     write_config(small, model)
@@ -344,8 +349,8 @@ def _partitions(
     if kind == "random":
         return {kind: random_partition(chains, blocks, seed)}
     check_choice("partition", kind, ("auto", "regions", "spread", "random"), "a Partition")
-    read = {c.layers[0]: torch.cat([_features(model, c.layers[0], b) for b in some]) for c in chains}
-    read_on = [chain for chain in chains if chain.read_on and not chain.tiles]
+    read = _features(model, [chain.layers[0] for chain in chains], some)
+    read_on = [chain for chain in chains if chain.read_on and not (chain.rows or chain.columns)]
     found = {}
     if kind == "regions" or (kind == "auto" and read_on):
         found["regions"] = _with_regions(chains if kind == "regions" else read_on, chains, blocks, read, seed)
@@ -367,14 +372,22 @@ def _with_regions(
     return Partition(spread.blocks, spread.chains, tuple(labels))
 
 
-def _features(model: nn.Module, name: str, batch: Batch) -> Tensor:
-    """(rows, features) that a layer reads, some of them; the features of a convolution are its channels."""
-    module = owner(name)[0]
-    x = layer_call(model, module, batch).inputs[0]
-    x = x.data if isinstance(x, PackedSequence) else x
-    by_features = isinstance(model.get_submodule(module), (nn.Linear, nn.RNNBase))
-    rows = (x if by_features else x.movedim(1, -1)).flatten(0, -2)
-    return rows[:: -(-len(rows) // _ROWS)]
+def _features(model: nn.Module, names: Sequence[str], some: Sequence[Batch]) -> dict[str, Tensor]:
+    """(rows, features) that each layer reads, some of them; the features of a convolution are its channels."""
+    found: dict[str, list[Tensor]] = {name: [] for name in names}
+    for batch in some:
+        with watching(model, {owner(name)[0] for name in names}) as calls:
+            batch.call(model)
+        for name, parts in found.items():
+            module = owner(name)[0]
+            if not calls[module]:
+                raise InvalidOption(f"{name}: the model does not run this layer on the data, so it cannot be separated")
+            x = calls[module][0].inputs[0]
+            x = x.data if isinstance(x, PackedSequence) else x
+            by_features = isinstance(model.get_submodule(module), (nn.Linear, nn.RNNBase))
+            rows = (x if by_features else x.movedim(1, -1)).flatten(0, -2)
+            parts.append(rows[:: -(-len(rows) // _ROWS)])
+    return {name: torch.cat(parts) for name, parts in found.items()}
 
 
 def _indices(chosen: np.ndarray) -> tuple[int, ...]:
