@@ -40,7 +40,7 @@ class LayeredFolder:
     folder: Path
     model: nn.Module  # layers have shapes and no numbers
     name: str  # of the list of layers
-    checkpoint: Checkpoint
+    names: frozenset[str]  # of all tensors on the disk
 
     @classmethod
     def open(cls, folder: Path) -> LayeredFolder:
@@ -60,8 +60,8 @@ class LayeredFolder:
         if not lists:
             raise InvalidOption(f"{folder}: a {name}, which has no list of layers")
         layers = max(lists, key=lambda one: sum(p.numel() for p in one[1].parameters()))[0]
-        checkpoint = open_checkpoint(folder)
-        found = cls(folder, model.eval(), layers, checkpoint)
+        with open_checkpoint(folder) as stored:
+            found = cls(folder, model.eval(), layers, frozenset(stored.tensors))
         found._fill_rest()
         return found
 
@@ -71,7 +71,8 @@ class LayeredFolder:
         prefix = f"{self.name}."
         _compute_buffers_(model, prefix)
         state = {n: t for n, t in model.state_dict().items() if not n.startswith(prefix)}
-        present = {n: self._tensor(n) for n in state if n in self.checkpoint.tensors}
+        with open_checkpoint(self.folder) as stored:
+            present = {n: _tensor(stored, n) for n in state if n in self.names}
         model.load_state_dict(present, strict=False, assign=True)
         model.tie_weights()
         empty = [n for n, t in model.state_dict().items() if t.is_meta and not n.startswith(prefix)]
@@ -83,25 +84,26 @@ class LayeredFolder:
         layers: Any = self.model.get_submodule(self.name)
         found = copy.deepcopy(layers[number])
         prefix = f"{self.name}.{number}."
-        missing = [n for n in found.state_dict() if prefix + n not in self.checkpoint.tensors]
-        if missing:
-            raise CheckpointError(f"{self.folder}: expected a tensor {prefix + missing[0]!r:.80}, found none")
-        found.load_state_dict({n: self._tensor(prefix + n) for n in found.state_dict()}, assign=True)
+        with open_checkpoint(self.folder) as stored:  # mapped anew: what was read before is not held
+            missing = [n for n in found.state_dict() if prefix + n not in stored.tensors]
+            if missing:
+                raise CheckpointError(f"{self.folder}: expected a tensor {prefix + missing[0]!r:.80}, found none")
+            found.load_state_dict({n: _tensor(stored, prefix + n) for n in found.state_dict()}, assign=True)
         hollow = [n for n, b in found.named_buffers() if b.is_meta]
         if hollow:
             raise InvalidOption(f"{prefix}{hollow[0]}: computed when the model is made, so layers cannot be read alone")
         result: nn.Module = found.requires_grad_(False).eval()
         return result
 
-    def _tensor(self, name: str) -> Tensor:
-        value = torch.as_tensor(self.checkpoint.read(name))
-        return nn.Parameter(value.clone(), requires_grad=False)
-
     @property
     def identity(self) -> str:
         """What tells the weights from others without reading all of them: names, sizes and times of the files."""
         files = sorted(p for p in self.folder.iterdir() if p.suffix in (".safetensors", ".bin"))
         return json.dumps([(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in files])
+
+
+def _tensor(stored: Checkpoint, name: str) -> Tensor:
+    return nn.Parameter(torch.as_tensor(stored.read(name)).clone(), requires_grad=False)
 
 
 @torch.no_grad()
@@ -147,7 +149,7 @@ def write_layered(
         say_size_(model, before, now)
     prefix = f"{source.name}."
     tied = set(getattr(model, "_tied_weights_keys", None) or ())
-    rest = {n: t for n, t in model.state_dict().items() if not n.startswith(prefix) and n in source.checkpoint.tensors}
+    rest = {n: t for n, t in model.state_dict().items() if not n.startswith(prefix) and n in source.names}
     rest |= {n: t for n, t in model.state_dict().items() if not n.startswith(prefix) and n not in tied}
     with new_folder(target) as folder:
         copy_files(source.folder, folder)

@@ -240,9 +240,7 @@ class CompressedOptions:
     joint: bool = False
     objective: Literal["macs", "parameters", "latency", "int8"] = "macs"
     form: Literal["any", "dense", "uniform"] = "any"
-    sensitive: dict[str, float] = field(
-        default_factory=dict
-    )  # layers kept dense → the error of half of them; worst first
+    sensitive: dict[str, float] = field(default_factory=dict)  # kept dense → the error of half of it; worst first
     neurons_kept: str = ""  # why no hidden neurons were taken out, if so; see OUTSIDE_EXPERTS
     heads_kept: dict[str, str] = field(default_factory=dict)  # parts of attention that stay whole → why
     polish: Polish | None = None

@@ -74,7 +74,7 @@ def _inside(group: NeuronGroup, prefix: str) -> NeuronGroup:
 
     attention = group.attention
     if attention is not None:
-        parts = {
+        parts: dict[str, Any] = {
             side: None if (part := getattr(attention, side)) is None else replace(part, layer=short(part.layer))
             for side in ("queries", "keys", "values", "outputs")
         }

@@ -167,9 +167,9 @@ class DecoderFit:
         found: list[dict[str, int]] = [{} for _ in probes]
         predicted = 0.0
         for name, curve in curves.items():
-            number, _, key = name.partition(" ")
+            layer, _, key = name.partition(" ")
             size = chosen[names[name]]
-            found[int(number)][key] = size
+            found[int(layer)][key] = size
             predicted += curve.errors[curve.sizes.index(size)]
         return Plan(tuple(found), predicted)
 

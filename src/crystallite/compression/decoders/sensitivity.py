@@ -62,7 +62,7 @@ def gradients_at_end(stack: Stack, hidden: Tensor, seed: int) -> Tensor:
                 sums = logits.detach().softmax(-1).cumsum(-1)
                 at = torch.rand(len(sums), 1, generator=rng).to(sums) * sums[:, -1:]
                 drawn = torch.searchsorted(sums, at)[:, 0].clamp_max(sums.shape[1] - 1)
-                F.cross_entropy(logits, drawn, reduction="sum").backward()  # type: ignore[no-untyped-call]
+                F.cross_entropy(logits, drawn, reduction="sum").backward()
             assert part.grad is not None
             found[sample : sample + 1, start : start + _POSITIONS] = part.grad
     return found

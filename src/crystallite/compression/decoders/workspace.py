@@ -48,7 +48,7 @@ class Workspace:
     def get(self, name: str) -> dict[str, Tensor]:
         if self.folder is None:
             return self._kept[name]
-        with safe_open(self._file(name), "pt") as stored:  # type: ignore[no-untyped-call]
+        with safe_open(self._file(name), "pt") as stored:
             return {key: stored.get_tensor(key).clone() for key in stored.keys()}  # noqa: SIM118
 
     def has(self, name: str) -> bool:
