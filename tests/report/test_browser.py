@@ -206,8 +206,11 @@ def test_dark_mode_redraws_the_pictures(visit, page_path):
     page = visit(page_path)
     light = picture(page, "before")
     page.emulate_media(color_scheme="dark")
-    page.wait_for_timeout(100)
-    assert picture(page, "before") != light
+    for _ in range(300):  # a busy machine may take its time
+        if picture(page, "before") != light:
+            return
+        page.wait_for_timeout(100)
+    pytest.fail("the picture is that of the light page")
 
 
 def test_a_thousand_layers_open_in_two_seconds(visit, tmp_path, monkeypatch):
