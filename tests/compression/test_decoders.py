@@ -34,6 +34,7 @@ MODELS = {
     "GPTNeoX": lambda: transformers.GPTNeoXConfig(**SMALL, intermediate_size=160),
     "Phi3": lambda: transformers.Phi3Config(**SMALL, intermediate_size=160, num_key_value_heads=2, pad_token_id=0),
     "GPT2": lambda: transformers.GPT2Config(**GPT2, attn_pdrop=0.0),
+    "OPT": lambda: transformers.OPTConfig(**SMALL, ffn_dim=160, word_embed_proj_dim=48),  # joins samples and positions
 }
 
 

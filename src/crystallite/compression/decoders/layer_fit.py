@@ -111,7 +111,7 @@ def fit_layer_(
         for number, chunk in streams.chunks() if parts.adds else ():
             x = _read_by(stack, layer, name, chunk) if moved else work.get(f"read-{number}")["read"]
             small = work.get(f"small-{number}")["small"]
-            work.put(f"small-{number}", {"small": small + stack.run(module, x, ((), {}))})
+            work.put(f"small-{number}", {"small": small + stack.run(module, x, ((), {})).reshape(small.shape)})
             work.drop(f"read-{number}")
     done = FittedLayer(left | _shrink_(layer, rows, columns, embedded), errors)
     return done, _ends(stack, dense, layer, parts, streams)
@@ -150,7 +150,7 @@ def _goals(stack: Stack, dense: nn.Module, parts: LayerParts, chunk: Chunk) -> d
     found = {}
     for name in reversed(parts.readers):
         found[name] = end
-        end = end - seen.outputs[name]
+        end = end - seen.outputs[name].reshape(end.shape)
     return found
 
 

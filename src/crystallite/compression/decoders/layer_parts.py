@@ -99,7 +99,10 @@ def _readers(stack: Stack, layer: nn.Module, candidates: Sequence[str], batch: B
     order: list[str] = []
     with watching(layer, candidates, order.append) as seen:
         end = stack.run(layer, hidden, call)
-    added = hidden + sum(seen.outputs[name] for name in candidates)
+    written = [seen.outputs[name] for name in candidates]
+    if any(output.numel() != hidden.numel() for output in written):
+        return tuple(dict.fromkeys(order)), False
+    added = hidden + sum(output.reshape(hidden.shape) for output in written)  # samples and positions may be one axis
     once = len(order) == len(set(order))
     return tuple(dict.fromkeys(order)), once and float((end - added).norm()) <= _ROUNDING * float((end - hidden).norm())
 
