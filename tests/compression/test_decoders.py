@@ -81,8 +81,8 @@ def test_a_folder_and_a_model_in_memory_become_the_same(name, form, tmp_path):
         with pytest.raises(cx.CheckpointError, match=r"expected a tensor 'lm_head\.weight', found none"):
             cx.compress_folder(tmp_path / "dense", batches(), tmp_path / "small", budget=0.7, form=form)
         return
-    told = cx.compress_folder(tmp_path / "dense", batches(), tmp_path / "small", budget=0.7, form=form)
-    assert told.macs == (before, after)
+    found = cx.compress_folder(tmp_path / "dense", batches(), tmp_path / "small", budget=0.7, form=form)
+    assert found.macs == (before, after)
     opened = cx.load(tmp_path / "small")
     with torch.no_grad():
         assert torch.equal(opened(x).logits, cx.load(cx.save(small, tmp_path / "saved"))(x).logits)
@@ -173,6 +173,46 @@ def test_what_cannot_be_done_is_refused_before_work_begins(tmp_path):
     assert not (tmp_path / "out.partial").exists()
     with pytest.raises(cx.InvalidOption, match=r'budget 0\.01 with form="dense": the smallest that can be reached'):
         asked(budget=0.01, form="dense")
+
+
+def test_padding_is_not_fitted_to():
+    model = model_of("Llama")
+    x, mask = tokens(), torch.ones(48, 32, dtype=torch.long)
+    mask[:, 20:] = 0
+    found = []
+    for filler in (0, 7):
+        padded = torch.where(mask.bool(), x, filler)
+        data = [{"input_ids": a, "attention_mask": b} for a, b in zip(padded.split(12), mask.split(12), strict=True)]
+        found.append(cx.compress(model, data, budget=0.7).state_dict())
+    assert found[0].keys() == found[1].keys()
+    assert all(torch.allclose(found[0][name].double(), found[1][name].double(), atol=1e-5) for name in found[0])
+
+
+def test_models_that_are_no_such_decoders_are_refused_by_name(tmp_path):
+    small = {"vocab_size": 120, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    made = {
+        "is no causal language model": transformers.BertModel(transformers.BertConfig(**small, intermediate_size=96)),
+        "experts are not fitted": transformers.MixtralForCausalLM(
+            transformers.MixtralConfig(**small, intermediate_size=32, num_local_experts=2, num_key_value_heads=2)
+        ),
+        "T5ForConditionalGeneration is no": transformers.T5ForConditionalGeneration(
+            transformers.T5Config(vocab_size=120, d_model=32, d_ff=64, num_layers=2, num_heads=2, d_kv=16)
+        ),
+    }
+    for number, (why, model) in enumerate(made.items()):
+        model.save_pretrained(tmp_path / str(number))
+        with pytest.raises((cx.InvalidOption, cx.CheckpointError), match=why):
+            cx.compress_folder(tmp_path / str(number), batches(), tmp_path / "out", budget=0.7)
+        assert not (tmp_path / "out.partial").exists()
+
+
+def test_half_precision_stays_what_it_was(tmp_path):
+    model = model_of("Llama").to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "dense")
+    cx.compress_folder(tmp_path / "dense", tokens(), tmp_path / "small", budget=0.7, form="uniform")  # a tensor alone
+    small = cx.load(tmp_path / "small")
+    assert {p.dtype for p in small.parameters()} == {torch.bfloat16}
+    assert bool(small(tokens(2)).logits.isfinite().all())
 
 
 def test_another_run_does_not_go_on_from_this_one(tmp_path):

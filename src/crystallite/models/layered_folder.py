@@ -6,7 +6,6 @@ import copy
 import importlib
 import importlib.metadata
 import json
-import os
 import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -25,7 +24,13 @@ from crystallite.models.record import Record, set_record_
 from crystallite.models.transformers_folder import copy_files, put_described_, say_size_, write_config_file
 from crystallite.weights.checkpoint import Checkpoint, open_checkpoint
 
-__all__ = ["LayeredFolder", "describe_layer", "is_transformers_folder", "named", "write_layered"]
+__all__ = ["LayeredFolder", "describe_layer", "is_transformers_folder", "list_of_layers", "named", "write_layered"]
+
+
+def list_of_layers(model: nn.Module) -> str:
+    """The name of the list of modules that holds most of a model's numbers, "" if it has none."""
+    lists = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) > 1]
+    return max(lists, key=lambda one: sum(p.numel() for p in one[1].parameters()), default=("", None))[0]
 
 
 def is_transformers_folder(path: Path) -> bool:
@@ -56,10 +61,9 @@ class LayeredFolder:
             raise CheckpointError(f"{folder}: expected a dense model of transformers' own, got {name or 'none'}")
         with torch.device("meta"):
             model: Any = kind(config)
-        lists = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) > 1]
-        if not lists:
+        layers = list_of_layers(model)
+        if not layers:
             raise InvalidOption(f"{folder}: a {name}, which has no list of layers")
-        layers = max(lists, key=lambda one: sum(p.numel() for p in one[1].parameters()))[0]
         with open_checkpoint(folder) as stored:
             found = cls(folder, model.eval(), layers, frozenset(stored.tensors))
         found._fill_rest()
@@ -137,7 +141,7 @@ def write_layered(
     source: LayeredFolder, target: Path, shards: Mapping[int, Path], modules: Iterable[Mapping[str, Any]],
     record: Record, sizes: Iterable[tuple[int, int]], metadata: dict[str, Any],
 ) -> None:  # fmt: skip
-    """A folder as `from_pretrained` reads it, from files with the weights of one layer each, which are moved there.
+    """A folder as `from_pretrained` reads it, from files with the weights of one layer each, which are copied there.
 
     modules: by layer, what became of it (`describe_layer`). sizes: before and after, of what the config may say.
     """
@@ -159,9 +163,7 @@ def write_layered(
         for number in range(count):
             name = f"model-{number + 1:05}-of-{count:05}.safetensors"
             if number < len(shards):
-                os.link(shards[number], folder / name) if _same_disk(shards[number], folder) else shutil.copy(
-                    shards[number], folder / name
-                )
+                shutil.copy(shards[number], folder / name)
             else:
                 save_file({n: t.detach().contiguous() for n, t in rest.items()}, folder / name, {"format": "pt"})
             with open_checkpoint(folder / name) as stored:
@@ -176,10 +178,6 @@ def write_layered(
             "frozen": [], "record": record.to_plain(), "verdict": None, "metadata": metadata,
         }  # fmt: skip
         write_manifest(folder, manifest | {"weights_sha256": weights_sha256(folder)})
-
-
-def _same_disk(file: Path, folder: Path) -> bool:
-    return os.name != "nt" and file.stat().st_dev == folder.stat().st_dev
 
 
 def named(layer: nn.Module, prefix: str) -> dict[str, Tensor]:

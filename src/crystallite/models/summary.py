@@ -110,8 +110,8 @@ def summary(model: nn.Module, data: Any = None) -> Summary:
         result
     """
     found = record(model)
-    told, seen = Summary.of(found), None if data is None else unfamiliar(model, data)
-    return replace(told, order=_order(model, found), notes=(*told.notes, *([str(seen)] if seen else [])))
+    base, seen = Summary.of(found), None if data is None else unfamiliar(model, data)
+    return replace(base, order=_order(model, found), notes=(*base.notes, *([str(seen)] if seen else [])))
 
 
 def _order(model: nn.Module, found: Record) -> str:

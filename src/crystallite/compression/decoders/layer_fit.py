@@ -37,6 +37,7 @@ class Chunk:
     dense: Tensor  # of the original model
     small: Tensor  # of the one whose earlier layers are smaller
     call: Call
+    real: Tensor | slice  # of its positions in one row, those that are no padding
     held_out: bool  # not fitted on
 
 
@@ -97,9 +98,10 @@ def fit_layer_(
             work.put(f"read-{number}", {"read": x})
             goal = work.get(f"goal-{number}-{name}")["goal"].float()
             target = goal - work.get(f"small-{number}")["small"] if parts.adds else goal
-            scale = goal.pow(2).mean(-1).rsqrt().flatten()[:, None]  # large states are normed away later
-            scaled = with_constant(x.flatten(0, -2).float()).mul_(scale)
-            (held if chunk.held_out else moments).add(scaled, target.flatten(0, -2) * scale)
+            goal, target, rows_read = (value.flatten(0, -2)[chunk.real] for value in (goal, target, x))
+            scale = goal.pow(2).mean(-1, keepdim=True).rsqrt()  # large states are normed away later
+            scaled = with_constant(rows_read.float()).mul_(scale)
+            (held if chunk.held_out else moments).add(scaled, target * scale)
         fitted = _solved(moments, held, own_weight(module), ridge)
         weight = judged = fitted.weight
         if read is not None and read[1].embedded and sizes.get(read[0], read[1].size) < read[1].size:

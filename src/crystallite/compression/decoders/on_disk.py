@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -11,13 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import save_file
 from torch import nn
 
 from crystallite.compression.decoders.layer_fit import FittedLayer
-from crystallite.compression.decoders.run import DecoderOptions, as_tokens, fit_decoder
-from crystallite.compression.decoders.stack import Stack, experts_in
+from crystallite.compression.decoders.run import CHUNK, DecoderOptions, as_tokens, fit_decoder
+from crystallite.compression.decoders.stack import Stack, why_no_stack
 from crystallite.compression.decoders.workspace import Workspace
 from crystallite.core.errors import InvalidOption
 from crystallite.core.files import write_file, writing
@@ -34,7 +34,6 @@ _PROGRAM = 450_000_000  # bytes that Python and PyTorch take
 _LAYERS = 3  # at once: the dense one, the smaller one, and what is written of it
 _SQUARES = 10  # matrices of neurons × neurons in float64, while a layer is fitted
 _ACTIVATIONS = 4  # of a chunk
-_CHUNK = 2048  # positions in it
 
 
 @dataclass(frozen=True)
@@ -55,22 +54,24 @@ class _Disk:
         with writing(shard):
             save_file(named(layer, prefix), shard, {"format": "pt"})
         layers: Any = self.source.model.get_submodule(self.source.name)
-        told = {
+        description = {
             "sizes": fitted.sizes, "errors": fitted.errors, "modules": describe_layer(layers[number], layer),
         }  # fmt: skip
-        write_file(self._told(number), json.dumps(told).encode())  # last: from here on the layer is done
+        write_file(
+            self._description_file(number), json.dumps(description).encode()
+        )  # last: from here on the layer is done
 
-    def _told(self, number: int) -> Path:
+    def _description_file(self, number: int) -> Path:
         return self.work / f"layer-{number:05}.json"
 
-    def told(self, number: int) -> dict[str, Any]:
-        return dict(json.loads(self._told(number).read_text()))
+    def description(self, number: int) -> dict[str, Any]:
+        return dict(json.loads(self._description_file(number).read_text()))
 
     def written(self, number: int) -> FittedLayer | None:
-        if not self._told(number).is_file():
+        if not self._description_file(number).is_file():
             return None
-        told = self.told(number)
-        return FittedLayer({name: tuple(size) for name, size in told["sizes"].items()}, told["errors"])
+        found = self.description(number)
+        return FittedLayer({name: tuple(size) for name, size in found["sizes"].items()}, found["errors"])
 
 
 @suggest_keywords
@@ -125,8 +126,8 @@ def compress_folder(
     data = Calibration.read(calibration, widest)
     if memory is not None:
         _check_memory(stack, _bytes(memory))
-    if found := experts_in(stack.layers[0]):
-        raise InvalidOption(f"{stack.layer_name(0)}.{found}: experts are not fitted layer by layer; use compress")
+    if why := why_no_stack(source.model, as_tokens(data.fitted[0])):
+        raise InvalidOption(f"{folder}: {why}; open the model, and use compress")
     patterns = [(p,) if isinstance(p, str) else tuple(p) for p in (targets, ignore)]
     options = DecoderOptions(budget, objective, form, ridge, seed, *patterns)
     record = _run(source, data, target, options, target.with_name(f"{target.name}.partial"), progress)
@@ -138,12 +139,12 @@ def _run(
 ) -> Record:
     tensors = [b.named["input_ids"] for b in map(as_tokens, data.all)]
     state, plain = Workspace(work / "state"), vars(options)
-    tokens = [[*t.shape, int((t.double() * torch.arange(1, t.numel() + 1).view(t.shape)).sum())] for t in tensors]
+    tokens = [[*t.shape, hashlib.sha256(t.cpu().contiguous().numpy().tobytes()).hexdigest()] for t in tensors]
     state.check_identity({"model": source.identity, "tokens": tokens, **plain})
     stack, layers = Stack(source.model, source.name), _Disk(source, work)
     record, shared = fit_decoder(stack, layers, data, options, state, progress)
     numbers = range(len(stack.layers))
-    modules = [layers.told(n)["modules"] for n in numbers]
+    modules = [layers.description(n)["modules"] for n in numbers]
     shards = {n: layers.shard(n) for n in numbers}
     write_layered(source, out, shards, modules, record, shared, {"model": str(source.folder), **plain})
     shutil.rmtree(work)
@@ -171,12 +172,12 @@ def _check_memory(stack: Stack, limit: int) -> None:
     rest = sum(p.numel() * item for n, p in stack.model.named_parameters() if not n.startswith(prefix))
     widest = max(p.shape[1] for p in layer.parameters() if p.ndim == 2)
     squares = _SQUARES * 8 * widest**2
-    activations = _ACTIVATIONS * 4 * _CHUNK * widest
+    activations = _ACTIVATIONS * 4 * CHUNK * widest
     needed = _PROGRAM + rest + _LAYERS * one + squares + activations
     if needed > limit:
         parts = {
             "the program": _PROGRAM, "embeddings and head": rest, "layers": _LAYERS * one,
             f"statistics of {widest} neurons": squares, "activations": activations,
         }  # fmt: skip
-        told = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in parts.items())
-        raise InvalidOption(f"memory: expected at least {needed / 1e9:.2f} GB ({told}), got {limit / 1e9:.2f} GB")
+        listed = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in parts.items())
+        raise InvalidOption(f"memory: expected at least {needed / 1e9:.2f} GB ({listed}), got {limit / 1e9:.2f} GB")

@@ -24,13 +24,14 @@ from crystallite.core.suggest import matching
 from crystallite.data.batch import Batch
 from crystallite.data.calibration import Calibration
 from crystallite.data.outputs import judged
+from crystallite.data.positions import real_positions
 from crystallite.models.layers import Unit, change, find_units
 from crystallite.models.record import CompressedOptions, LayerChange, OperatorRecord, Record
 from crystallite.statistics.output_error import relative_error
 
-__all__ = ["DecoderFit", "DecoderOptions", "Layers", "Plan", "as_tokens", "fit_decoder"]
+__all__ = ["CHUNK", "DecoderFit", "DecoderOptions", "Layers", "as_tokens", "fit_decoder"]
 
-_CHUNK = 2048  # positions that are run at once
+CHUNK = 2048  # positions that are run at once
 _PROBED = 8192  # positions from which sizes are chosen
 _HEAD = 64  # positions at once, where logits of both models are compared
 
@@ -64,12 +65,7 @@ class DecoderOptions:
     ignore: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class Plan:
-    """How large each part of each layer shall be, and what was known when that was decided."""
-
-    sizes: tuple[Mapping[str, int], ...]  # by layer: part → neurons that are left
-    predicted: float  # what all of it costs, by the probe
+Sizes = tuple[Mapping[str, int], ...]  # by layer: part → neurons that are left
 
 
 @dataclass(frozen=True)
@@ -130,8 +126,8 @@ class DecoderFit:
                 layer = self.layers.read(self.count - 1)
                 before = work.get(f"states-{self.count - 1}")
                 ends = {n: self.stack.run(layer, before[str(n)], self.calls(n)[1][-1]) for n in chunks}
-                after = {n: gradients_at_end(self.stack, h, self.seed + n) for n, h in ends.items()}
-                work.put(f"gradients-{known - 1}", {str(n): g for n, g in after.items()})
+                after = {str(n): self._gradients(n, h) for n, h in ends.items()}
+                work.put(f"gradients-{known - 1}", after)
             for number in range(known - 1, -1, -1):
                 layer = self.layers.read(number)
                 states, above = work.get(f"states-{number}"), work.get(f"gradients-{number}")
@@ -144,13 +140,20 @@ class DecoderFit:
                 bar.update()
         return [LayerProbe.from_tensors(work.get(f"probe-{n}")) for n in range(self.count)]
 
+    def _gradients(self, number: int, hidden: Tensor) -> Tensor:
+        """At what the last layer writes of a chunk; nothing where there is padding, and so nowhere before it."""
+        found = gradients_at_end(self.stack, hidden, self.seed + number)
+        padding = torch.ones(found.shape[:2], dtype=torch.bool).flatten()
+        padding[self._real(number)] = False
+        return found.masked_fill(padding.view(found.shape[:2]).to(found.device)[..., None], 0)
+
     def _probed(self) -> list[int]:
         """Chunks of which gradients are taken: as many as are needed, spread over the data."""
         sizes = [_positions(batch) for batch in self.batches]
         wanted = max(1, min(len(sizes), round(_PROBED / max(sum(sizes) / len(sizes), 1))))
         return sorted({int(i * len(sizes) / wanted) for i in range(wanted)})
 
-    def plan(self, probes: Sequence[LayerProbe], total: float, limit: float) -> Plan:
+    def plan(self, probes: Sequence[LayerProbe], total: float, limit: float) -> Sizes:
         """Sizes that add least damage and leave at most `limit` of what all costs."""
         curves: dict[str, SizeCurve] = {}
         for number, probe in enumerate(probes):
@@ -165,16 +168,13 @@ class DecoderFit:
             joined.setdefault(joint, []).append(curves[name])
         chosen = share_out({name: SizeCurve.sum(some) for name, some in joined.items()}, total, limit)
         found: list[dict[str, int]] = [{} for _ in probes]
-        predicted = 0.0
-        for name, curve in curves.items():
+        for name in curves:
             layer, _, key = name.partition(" ")
-            size = chosen[names[name]]
-            found[int(layer)][key] = size
-            predicted += curve.errors[curve.sizes.index(size)]
-        return Plan(tuple(found), predicted)
+            found[int(layer)][key] = chosen[names[name]]
+        return tuple(found)
 
     @torch.no_grad()
-    def fit(self, probes: Sequence[LayerProbe], plan: Plan) -> Iterator[tuple[int, FittedLayer]]:
+    def fit(self, probes: Sequence[LayerProbe], sizes: Sizes) -> Iterator[tuple[int, FittedLayer]]:
         """Make every layer smaller, one after the other; afterwards `output_error` compares both streams."""
         work = self.work
         begun = next((n for n in range(self.count) if self.layers.written(n) is None), self.count)
@@ -195,7 +195,7 @@ class DecoderFit:
             streams = Streams(partial(self._chunk, number), len(self.batches), work)
             parts = self.parts(dense, number)
             fitted, ends = fit_layer_(
-                self.stack, dense, layer, parts, probes[number], plan.sizes[number], streams, self.ridge
+                self.stack, dense, layer, parts, probes[number], sizes[number], streams, self.ridge
             )
             for n, (expected, found) in enumerate(ends):
                 work.put(f"streams-{number + 1}-{n}", {"dense": expected, "small": found})
@@ -209,7 +209,12 @@ class DecoderFit:
     def _chunk(self, layer: int, number: int) -> Chunk:
         streams = self.work.get(f"streams-{layer}-{number}")
         held_out = number >= len(self.batches) - self.held_out
-        return Chunk(streams["dense"], streams["small"], self.calls(number)[1][layer], held_out)
+        return Chunk(streams["dense"], streams["small"], self.calls(number)[1][layer], self._real(number), held_out)
+
+    def _real(self, number: int) -> Tensor | slice:
+        """Of the positions of a chunk in one row, those that are no padding."""
+        batch = self.batches[number]
+        return real_positions(batch, batch.named["input_ids"].shape)
 
     @torch.no_grad()
     def output_error(self) -> float:
@@ -217,7 +222,7 @@ class DecoderFit:
         errors = []
         for number in range(len(self.batches) - self.held_out, len(self.batches)):
             streams = self.work.get(f"streams-{self.count}-{number}")
-            dense, small = (streams[name].flatten(0, 1) for name in ("dense", "small"))
+            dense, small = (streams[name].flatten(0, 1)[self._real(number)] for name in ("dense", "small"))
             for start in range(0, len(dense), _HEAD):
                 rows = [self.stack.end(part[start : start + _HEAD, None])[:, 0] for part in (dense, small)]
                 (expected,), (found,) = (list(judged({"logits": logits}).values()) for logits in rows)
@@ -231,7 +236,7 @@ def _positions(batch: Batch) -> int:
 
 def in_chunks(batches: Sequence[Batch]) -> tuple[Batch, ...]:
     """Batches of so many positions that a run is quick and small."""
-    return tuple(part for b in batches for part in b.split(max(1, _CHUNK // max(1, _positions(b) // b.size))))
+    return tuple(part for b in batches for part in b.split(max(1, CHUNK // max(1, _positions(b) // b.size))))
 
 
 def as_tokens(batch: Batch) -> Batch:
@@ -286,10 +291,10 @@ def fit_decoder(
         total = sum(unit.macs for unit in units)
     probes = fit.probe()
     try:
-        plan = fit.plan(probes, total, options.budget * total)
+        sizes = fit.plan(probes, total, options.budget * total)
     except InvalidOption as error:
         raise InvalidOption(f'budget {options.budget:g} with form="{options.form}": {error}') from None
-    done = dict(fit.fit(probes, plan))
+    done = dict(fit.fit(probes, sizes))
     parts = next(iter(fit.found_parts), LayerParts())
 
     def alone(name: str) -> str:
@@ -307,5 +312,5 @@ def fit_decoder(
     shared = []
     if options.form == "uniform":
         before = {key: group.size for found in fit.found_parts for key, group in found.groups.items()}
-        shared = [(before[key], size) for key, size in plan.sizes[0].items()]
+        shared = [(before[key], size) for key, size in sizes[0].items()]
     return Record(made, tuple(changes_of(units, stack, done, alone))), shared

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from crystallite.core.errors import InvalidOption
 from crystallite.data.batch import Batch
 from crystallite.data.outputs import equal_up_to_rounding
+from crystallite.models.layered_folder import list_of_layers
 from crystallite.operators.experts import Experts, holds_stacks
 
-__all__ = ["Call", "Stack", "experts_in", "find_stack"]
+__all__ = ["Call", "Stack", "find_stack", "why_no_stack"]
 
 _LARGE = 2**25  # parameters from which on time matters
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # what a layer is called with beside hidden states
@@ -138,24 +139,33 @@ def experts_in(layer: nn.Module) -> str:
     return ""
 
 
+def why_no_stack(model: nn.Module, batch: Batch) -> str:
+    """What a model, whose layers need not have numbers, lacks to be a decoder with layers of one kind; "": nothing."""
+    asked: Any = getattr(model, "get_output_embeddings", None)
+    if not callable(asked) or asked() is None or getattr(model.config, "is_encoder_decoder", False):
+        return f"a {type(model).__name__} is no causal language model"
+    if "input_ids" not in batch.named:
+        return f"expected input_ids, got {', '.join(batch.named) or 'other inputs'}"
+    name = list_of_layers(model)
+    if not name:
+        return f"a {type(model).__name__} has no list of layers"
+    layers: Any = model.get_submodule(name)
+    if len({type(layer) for layer in layers}) > 1:
+        return f"{name}: its layers are of several kinds"
+    experts = next((f"{name}.{n}.{found}" for n, layer in enumerate(layers) if (found := experts_in(layer))), "")
+    return f"{experts}: experts are not fitted layer by layer" if experts else ""
+
+
 def find_stack(model: nn.Module, batch: Batch) -> Stack | None:
     """The model as a stack, None where it is none: it must compute the same when its layers are run one by one."""
-    if not callable(getattr(model, "get_output_embeddings", None)) or not hasattr(model, "config"):
+    if why_no_stack(model, batch):
         return None
-    if getattr(model.config, "is_encoder_decoder", False) or "input_ids" not in batch.named:
-        return None
-    if model.get_output_embeddings() is None:  # type: ignore[operator]
-        return None
-    lists = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) > 1]
-    name, layers = max(lists, key=lambda one: sum(p.numel() for p in one[1].parameters()), default=("", None))
-    if layers is None or len({type(layer) for layer in layers}) > 1 or any(map(experts_in, layers)):
-        return None
-    stack, few = Stack(model, name), batch.first(1)
+    stack, few = Stack(model, list_of_layers(model)), batch.first(1)
     try:
         with torch.no_grad():
             expected = _run(model, few).logits
             hidden, calls = stack.begin(few)
-            for layer, call in zip(layers, calls, strict=True):
+            for layer, call in zip(stack.layers, calls, strict=True):
                 hidden = stack.run(layer, hidden, call)
             found = stack.end(hidden)
     except Exception:  # whatever the code of a model that is no such stack raises
