@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch import nn
+from torch import Tensor, nn
 
 from crystallite.compression.decoders.in_memory import compress_decoder, small_layers
 from crystallite.compression.decoders.on_disk import FORMS
@@ -123,8 +123,11 @@ def compress(
     if tolerance is not None:
         check_tolerance(tolerance, confidence, risk)
     if own_text:
-        batched = (batch.arguments for batch in batches(calibration))
-        calibration = list(taking_turns(batched, written_by(model, own_text, seed=seed)))
+        given = list(batches(calibration))
+        tokens = given[0].named.get("input_ids", next(iter(given[0].positional), None))
+        length = tokens.shape[1] if isinstance(tokens, Tensor) and tokens.ndim == 2 else 2  # as long as the others
+        written = written_by(model, own_text, length=length, seed=seed)
+        calibration = list(taking_turns((batch.arguments for batch in given), written))
     widest = max((p[0].numel() for p in model.parameters() if p.ndim > 1), default=1)
     data, aside = Calibration.read(calibration, widest, polish_steps > 0), ()
     if tolerance is not None:
