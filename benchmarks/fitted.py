@@ -33,7 +33,7 @@ from crystallite.baselines import METHODS
 from crystallite.baselines.compare import makers
 from crystallite.baselines.onnx_runtime import InOnnxRuntime
 from crystallite.compression.compress import compress
-from crystallite.compression.polish import polish_
+from crystallite.compression.polish import WholeOutputs, polish_
 from crystallite.core.errors import CrystalliteError
 from crystallite.data.batch import Batch, batches
 from crystallite.data.calibration import Calibration
@@ -83,7 +83,8 @@ def measured(
 
     def polished(budget: float) -> nn.Module:
         small = copy.deepcopy(made[_OURS, budget])
-        polish_(small, task.model, names, Calibration.read(task.calibration, training=True), polish, seed)
+        data = Calibration.read(task.calibration, training=True)
+        polish_(small, WholeOutputs(small, task.model), names, data, polish, seed)
         return small
 
     def quantised(budget: float) -> nn.Module:

@@ -22,21 +22,21 @@ from torch import nn
 
 import crystallite as cx
 from benchmarks.namespace import OBJECT_STORE_BYTES, bring_loopback_up
-from crystallite.core.errors import InvalidOption
-from crystallite.models.manifest import attach_verdict
+from benchmarks.ray_forms import serve_form
+from benchmarks.ray_load import CLOSE, PATIENCE, Load, ask_once, difference, wait_for
+from crystallite.core.errors import CrystalliteError, InvalidOption
+from crystallite.models.manifest import attach_verdict, write_manifest
 from crystallite.serving import Limits, Machine, Service
+from crystallite.serving.model import CutModel, Source
 from crystallite.serving.ray_engine import Scaling
 from crystallite.serving.ray_service import RayService
 
 APART = Machine(hop=1e-12, macs_per_second=1e9, bytes_per_second=1e9)  # every part is worth a service
-CLOSE = 1e-5  # of the largest answer, in float32
 INPUTS, OUTPUTS = 16, 8
 HEAVY, LIGHT = "0.0", "0.1"  # the plan puts the heaviest part first
 TRANSFORM = "crystallite:transform"
 LIMITS = Limits(timeout=40, max_batch=64, max_queue=1024)
 SCALING = Scaling(window=11, up=2, down=5, transforms=1)
-AT_ONCE = 32  # requests
-PATIENCE = 600  # seconds: ends a scenario that hangs, never one that is slow
 
 
 def uneven(seed=0, width=1200):
@@ -95,10 +95,10 @@ class Inside:
         with Service.load(self.link, machine=APART) as local:
             for batch in (1, 64):
                 x = torch.randn(batch, INPUTS)
-                (y,) = asyncio.run(self.asked([x]))
-                found["differences"][f"local {batch}"] = difference(y, local.infer(x))
-                found["differences"][f"model {batch}"] = difference(y, self.model(x).detach())
-        found["bad"] = asyncio.run(self.refused(torch.full((1, INPUTS), torch.nan)))
+                y = self.asked(x)
+                found["differences"][f"local {batch}"] = difference(y, {"output": local.infer(x)})
+                found["differences"][f"model {batch}"] = difference(y, answer(self.model, x))
+        found["bad"] = asyncio.run(ask_once({"input": torch.full((1, INPUTS), torch.nan)}))[0]
         found["replicas"] = self.replicas()
         found["bounds"] = {p.name: (p.least, p.most) for p in self.service.models["small"].plan.pieces}
         found["applications"] = len(serve.status().applications)
@@ -146,19 +146,42 @@ class Inside:
         saved(new, self.folder / "v1")
 
         def reload():
-            fresh = self.folder / "fresh"
-            fresh.symlink_to(self.folder / "v1")
-            fresh.replace(self.link)
+            self.point_at(self.folder / "v1")
             self.service.reload("small")
 
         found = self.under_load(reload, 1500, either=new, recovered=self.is_whole)
         self.model = new
-        (y,) = asyncio.run(self.asked([torch.ones(1, INPUTS)]))
-        return found | {"new": difference(y, new(torch.ones(1, INPUTS)).detach())}
+        x = torch.ones(1, INPUTS)
+        return found | {"new": difference(self.asked(x), answer(new, x))}
+
+    def bring_a_broken_version(self):
+        """New versions that cannot be opened: one with infinite sizes in its manifest, and whatever is raised."""
+        before = os.readlink(self.link)
+        broken = saved(uneven(seed=3), self.folder / "broken")
+        manifest = json.loads((broken / "manifest.json").read_text())
+        for layer in manifest["modules"][""]["children"]["0"]["layers"]:
+            layer["in_features"] = float("inf")
+        write_manifest(broken, manifest)
+        self.point_at(broken)
+        errors, opened = [], CutModel.open
+        for opening in (opened, raising(MemoryError()), raising(RuntimeError("PytorchStreamReader failed"))):
+            CutModel.open = opening
+            try:
+                self.service.reload("small")
+            except CrystalliteError as error:
+                errors.append(str(error))
+            finally:
+                CutModel.open = opened
+        self.point_at(before)
+        return {"errors": errors, "right": self.answers_rightly(), "whole": self.is_whole()}
+
+    def point_at(self, folder):
+        fresh = self.folder / "fresh"
+        fresh.symlink_to(folder)
+        fresh.replace(self.link)
 
     def plan_with_other_weights(self):
         """Pieces whose file is not the one that was planned with."""
-        from crystallite.serving.model import CutModel, Source
         from crystallite.serving.ray_engine import deploy_pieces
 
         other = saved(uneven(seed=2), self.folder / "other")
@@ -173,17 +196,17 @@ class Inside:
         self.end()
         with Service.load(self.link, machine=APART, workers=2, limits=LIMITS, engine="ray") as service:
             x = torch.randn(64, INPUTS)
-            found = {"difference": difference(service.infer(x), self.model(x).detach())}
+            found = {"difference": difference({"output": service.infer(x)}, answer(self.model, x))}
             model = service.models["small"]
             found["pieces"] = [piece.name for piece in model.plan.pieces]
             service.reload("small")
-            found["again"] = difference(service.infer(x), self.model(x).detach())
+            found["again"] = difference({"output": service.infer(x)}, answer(self.model, x))
         return found | {"left": self.applications()}
 
     def run_the_command(self):
         """`crystallite serve --engine ray`, ended by SIGTERM."""
         self.end()
-        command = [sys.executable, "-m", "crystallite", "serve", str(self.link), "--engine", "ray"]
+        command = [sys.executable, "-m", "crystallite", "serve", str(self.link), "--engine", "ray", "--log", "json"]
         environment = {**os.environ, "RAY_ADDRESS": self.cluster.address}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         with subprocess.Popen(command, text=True, env=environment, **pipes) as process:
@@ -191,11 +214,12 @@ class Inside:
             if not line:
                 raise RuntimeError(process.stderr.read())
             x = torch.randn(3, INPUTS)
-            (y,) = asyncio.run(self.asked([x]))
+            y = self.asked(x)
             process.send_signal(signal.SIGTERM)
             _, errors = process.communicate(timeout=PATIENCE)
         found = {"line": line, "code": process.returncode, "errors": errors[-2000:], "left": self.applications()}
-        return found | {"difference": difference(y, self.model(x).detach())}
+        found["log"] = [line for file in ray_logs() for line in file.read_text().splitlines() if '"protocol"' in line]
+        return found | {"difference": difference(y, answer(self.model, x))}
 
     def join_without_the_token(self):
         """What a process gets that knows where the cluster is, but not its token."""
@@ -204,11 +228,16 @@ class Inside:
         done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
         return {"code": done.returncode, "error": done.stderr[-2000:]}
 
+    def serve_form(self, name, requests=300):
+        """A model of one of the paper's forms, whose only replica of its heaviest piece is killed under load."""
+        self.end()
+        return serve_form(name, self.folder, requests)
+
     # how it is seen
 
     def under_load(self, event, requests, either=None, recovered=None):
         """What became of some requests of which the event met a quarter, and how long it took until all was well."""
-        load = Load(requests, [self.model] if either is None else [self.model, either])
+        load = Load(requests, known([self.model] if either is None else [self.model, either]))
         sending = threading.Thread(target=lambda: asyncio.run(load.send()))
         sending.start()
         while load.done < requests // 4:
@@ -236,10 +265,10 @@ class Inside:
     def answers_rightly(self):
         x = torch.randn(2, INPUTS)
         try:
-            (y,) = asyncio.run(self.asked([x]))
+            y = self.asked(x)
         except AssertionError:
             return False
-        return difference(y, self.model(x).detach()) <= CLOSE
+        return difference(y, answer(self.model, x)) <= CLOSE
 
     def process(self, piece):
         from ray import serve
@@ -264,25 +293,13 @@ class Inside:
 
         return list(serve.status().applications)
 
-    async def asked(self, xs):
-        import aiohttp
-
-        async with aiohttp.ClientSession() as session:
-            answers = []
-            for x in xs:
-                status, y = await ask(session, x)
-                assert status == 200, status
-                answers.append(y)
-            return answers
-
-    async def refused(self, x):
-        import aiohttp
-
-        async with aiohttp.ClientSession() as session:
-            return (await ask(session, x))[0]
+    def asked(self, x):
+        status, found = asyncio.run(ask_once({"input": x}))
+        assert status == 200, status
+        return found
 
     async def grown(self):
-        load = Load(10**6, [self.model], samples=256)
+        load = Load(10**6, known([self.model], samples=256))
         sending = asyncio.create_task(load.send())
         started, most, others = time.monotonic(), 0, Counter()
         while most < 3 and time.monotonic() - started < PATIENCE:
@@ -296,70 +313,26 @@ class Inside:
         return load.outcome() | {"grown": time.monotonic() - started, "most": most, "light and transform": others}
 
 
-class Load:
-    """Requests of which some are under way at a time, each with an answer of its own."""
-
-    def __init__(self, requests, models, samples=1):
-        self.requests, self.started, self.event = requests, 0, None
-        inputs = torch.randn(256, samples, INPUTS, generator=torch.Generator().manual_seed(7))
-        self.known = [(x, [model(x).detach() for model in models]) for x in inputs]
-        self.seen, self.latencies, self.times = Counter(), [], []
-
-    @property
-    def done(self):
-        return sum(self.seen.values())
-
-    async def send(self):
-        import aiohttp
-
-        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=AT_ONCE)) as session:
-            await asyncio.gather(*(self._one_after_the_other(session) for _ in range(AT_ONCE)))
-
-    async def _one_after_the_other(self, session):
-        while self.started < self.requests:
-            x, expected = self.known[self.started % len(self.known)]
-            self.started += 1
-            begun = time.monotonic()
-            status, y = await ask(session, x)
-            self.latencies.append(time.monotonic() - begun)
-            if status == 200:
-                right = any(difference(y, e) <= CLOSE for e in expected)
-                self.seen["right" if right else "wrong"] += 1
-                self.times.append(time.monotonic())
-            else:
-                self.seen[f"lost: {status}"] += 1
-
-    def outcome(self):
-        found = {"right": self.seen["right"], "wrong": self.seen["wrong"]}
-        found["lost"] = {name: count for name, count in self.seen.items() if name.startswith("lost")}
-        ordered = sorted(self.latencies)
-        found["latency"] = {"median": ordered[len(ordered) // 2], "99 %": ordered[int(len(ordered) * 0.99)]}
-        found["longest silence"] = max((b - a for a, b in zip(self.times, self.times[1:], strict=False)), default=0)
-        found["requests per second"] = len(self.times) / (self.times[-1] - self.times[0])
-        return found
+def answer(model, x):
+    return {"output": model(x).detach()}
 
 
-async def ask(session, x):
-    """The status, and the answer if there is one."""
-    import aiohttp
+def known(models, samples=1):
+    """What is asked, and what each of the models answers."""
+    inputs = torch.randn(256, samples, INPUTS, generator=torch.Generator().manual_seed(7))
+    return [({"input": x}, [answer(model, x) for model in models]) for x in inputs]
 
-    header = {
-        "inputs": [{"name": "input", "shape": list(x.shape), "datatype": "FP32",
-                    "parameters": {"binary_data_size": x.numel() * 4}}],
-        "parameters": {"binary_data_output": True},
-    }  # fmt: skip
-    text = json.dumps(header).encode()
-    headers = {"Inference-Header-Content-Length": str(len(text))}
-    url = "http://127.0.0.1:8000/v2/models/small/infer"
-    try:
-        async with session.post(url, data=text + x.numpy().tobytes(), headers=headers) as response:
-            body = await response.read()
-            if response.status != 200:
-                return response.status, None
-            raw = body[int(response.headers["Inference-Header-Content-Length"]) :]
-            return 200, torch.frombuffer(bytearray(raw), dtype=torch.float32).reshape(len(x), OUTPUTS)
-    except aiohttp.ClientError as error:
-        return type(error).__name__, None
+
+def ray_logs():
+    """What the processes of the cluster wrote to standard error."""
+    return Path(os.environ["RAY_TMPDIR"]).glob("ray/session_latest/logs/worker-*.err")
+
+
+def raising(error):
+    def opening(*_given):
+        raise error
+
+    return opening
 
 
 def ray_processes():
@@ -369,20 +342,6 @@ def ray_processes():
             kind, _, name = (entry / "cmdline").read_bytes().rstrip(b"\0").decode().partition("::ServeReplica:")
             if kind == "ray" and name:
                 yield int(entry.name), name, int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-
-
-def difference(found, expected):
-    return ((found - expected).abs().max() / expected.abs().max()).item()
-
-
-def wait_for(condition):
-    """Seconds until it held."""
-    started = time.monotonic()
-    while not condition():
-        if time.monotonic() - started > PATIENCE:
-            raise TimeoutError
-        time.sleep(0.2)
-    return time.monotonic() - started
 
 
 def main():

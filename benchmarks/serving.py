@@ -60,10 +60,10 @@ def beside_dense(name: str, dense: nn.Module, folder: Path) -> list[dict]:
             for server in services
         ]
         single = compared({server: services[server] for server in ("two tiers", "dense")}, 1, 1, SECONDS / 2, ROUNDS)
-        x = torch.randn(1, NETWORKS[name][0])
+        given = {"input": torch.randn(1, NETWORKS[name][0])}
         for found, model in zip(rows, (small, dense), strict=False):
             found["one client p50 ms"] = 1e3 * best_quantile(single[found["server"]], 0.5)
-            found["bare forward ms"] = 1e3 * min(forward_seconds(model, x, 0.3) for _ in range(ROUNDS))
+            found["bare forward ms"] = 1e3 * min(forward_seconds(model, given, 0.3) for _ in range(ROUNDS))
             found["overhead ms"] = found["one client p50 ms"] - found["bare forward ms"]
     for found in rows:
         found["× dense"] = found["requests/s"] / rows[1]["requests/s"]

@@ -1,6 +1,7 @@
 """The two-tier service on Ray beside the in-process one, and what faults cost.
 
-`python -m benchmarks.serving_ray`. A cluster of two nodes on this machine, in a network namespace that has nothing but
+`python -m benchmarks.serving_ray`, and with `--forms` a model of each of the paper's forms, every part a service, of
+which one process is killed. A cluster of two nodes on this machine, in a network namespace that has nothing but
 loopback, as in `tests/serving/test_ray.py`, whose scenarios are timed here. One machine cannot show what Ray is for:
 all replicas, the HTTP server, the controller and the clients share its cores, so more replicas do not answer more
 requests, and nothing travels over a network. What it shows is the price of a hop, and how long faults last.
@@ -8,6 +9,7 @@ requests, and nothing travels over a network. What it shows is the price of a ho
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import os
@@ -23,6 +25,7 @@ import torch
 
 from benchmarks.namespace import NAMESPACE, bring_loopback_up
 from benchmarks.ray_scenarios import APART, HEAVY, INPUTS, LIGHT, Inside
+from benchmarks.serving_forms import FORMS
 from benchmarks.timing import show, store
 from crystallite.serving import Listener, Machine, Service
 from crystallite.serving.load import Ask, Load, run
@@ -51,7 +54,7 @@ def loaded(url: str, clients: int, batch: int) -> Load:
     header = json.dumps({"inputs": [tensor], "parameters": {"binary_data_output": True}}).encode()
     head = f"POST /v2/models/small/infer HTTP/1.1\r\nInference-Header-Content-Length: {len(header)}"
     host, _, port = url.removeprefix("http://").rpartition(":")
-    return asyncio.run(run(Ask(host, int(port), head, (header + raw).hex(), clients, SECONDS, warmup=1.0)))
+    return asyncio.run(run(Ask(host, int(port), [(head, (header + raw).hex())], clients, SECONDS, warmup=1.0)))
 
 
 def load_rows(server: str, url: str) -> list[dict]:
@@ -75,7 +78,7 @@ def hops(inside: Inside) -> list[dict]:
     handle = serve.get_deployment_handle(LIGHT, inside.application())
     rows = [{"hop": "in process", "samples": 1, "median ms": 1e3 * measure_machine().hop, "99 % ms": None}]
     for samples in (1, 64, 8192):
-        x, times = _packed(torch.zeros(samples, 8)), []
+        x, times = _packed({"input": torch.zeros(samples, 8)}), []
         for _ in range(300):
             started = time.perf_counter()
             handle.remote(x).result()
@@ -97,9 +100,24 @@ def fault(name: str, found: dict) -> dict:
     }  # fmt: skip
 
 
-def run_inside_the_namespace(folder: Path) -> None:
+def forms(inside: Inside) -> list[dict]:
+    rows = []
+    for name in FORMS:
+        found = inside.serve_form(name)
+        rows.append({
+            "form": name, "services": found["pieces"], "in process": found["in process"], "on Ray": found["on Ray"],
+            "after the kill": found["on Ray afterwards"], "until it answers s": found["start seconds"],
+            **fault("its only replica killed", found),
+        })  # fmt: skip
+    return rows
+
+
+def run_inside_the_namespace(folder: Path, only_forms: bool) -> None:
     bring_loopback_up()
     inside = Inside(folder)
+    if only_forms:
+        (folder / "rows.json").write_text(json.dumps({"forms": forms(inside)}))
+        return
     rows = {"start": [{"seconds until it answers": inside.start_seconds, "load of the machine": os.getloadavg()[0]}]}
     rows["hops"] = hops(inside)
     rows["load"] = load_rows("Ray, both tiers", inside.service.url)
@@ -117,25 +135,33 @@ def run_inside_the_namespace(folder: Path) -> None:
     (folder / "rows.json").write_text(json.dumps(rows))
 
 
-def main() -> None:
+def main(only_forms: bool) -> None:
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as short:
         environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")} | {
             "RAY_TMPDIR": short, "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_SERVE_HANDLE_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1",
             "OMP_NUM_THREADS": "1",
         }  # fmt: skip
-        command = [*NAMESPACE, sys.executable, "-m", "benchmarks.serving_ray", folder]
+        command = [*NAMESPACE, sys.executable, "-m", "benchmarks.serving_ray", "--inside", folder]
+        command += ["--forms"] if only_forms else []
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
         if done.returncode:
             raise SystemExit(done.stderr[-5000:])
         found = json.loads((Path(folder) / "rows.json").read_text())
     for part, rows in found.items():
         show(part, rows)
-    store("serving_ray", [{"part": part, **row} for part, rows in found.items() for row in rows])
+    store(
+        "serving_ray_forms" if only_forms else "serving_ray",
+        [{"part": part, **row} for part, rows in found.items() for row in rows],
+    )
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        run_inside_the_namespace(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--forms", action="store_true", help="a model of each of the paper's forms, nothing else")
+    parser.add_argument("--inside", type=Path, metavar="FOLDER", help="run here, which is a namespace already")
+    options = parser.parse_args()
+    if options.inside is not None:
+        run_inside_the_namespace(options.inside, options.forms)
     else:
-        main()
+        main(options.forms)

@@ -31,9 +31,9 @@ MAY_IMPORT = {
     "compression": "core data graph models operators partitioning reorganization statistics structure",
     "validation": "annealing core data models operators reorganization",
     "export": "core data models operators weights",
-    "serving": "core models operators reorganization",
+    "serving": "core data models operators reorganization validation",
     "baselines": "compression core data export graph models operators statistics validation",
-    "report": "analysis annealing core models structure weights",
+    "report": "analysis annealing core models reorganization structure weights",
     "demo": "analysis baselines compression core models report separation serving structure validation",
     "cli": "analysis baselines compression core data demo discovery export models reorganization report separation "
     "serving validation",
@@ -59,13 +59,13 @@ ADAPTED_IN = {
     "google": {"serving/grpc_messages.py", "serving/grpc_service.py"},
     "grpc": {"serving/grpc_service.py"},
     "gguf": {"export/gguf.py", "export/vocabulary.py", "weights/gguf_file.py"},
-    "PIL": {"core/drawing.py"},
+    "PIL": {"core/drawing.py", "data/images.py"},
     "prometheus_client": {"serving/metrics.py"},
     "sklearn": {"demo/digits.py"},
     "starlette": {"serving/app.py"},
     "tokenizers": {"export/gguf.py", "export/vocabulary.py"},
     "torch_pruning": {"baselines/torch_pruning.py"},
-    "transformers": {"data/text.py", "models/transformers_folder.py", "monitoring/huggingface.py"},
+    "transformers": {"data/images.py", "data/text.py", "models/transformers_folder.py", "monitoring/huggingface.py"},
     "uvicorn": {"serving/http_server.py"},
 }
 

@@ -2,29 +2,33 @@
 
 import argparse
 import contextlib
+import importlib
 import io
 import json
 import re
 import shlex
+import unicodedata
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import yaml
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import crystallite as cx
 from crystallite.cli.main import main
+from crystallite.core import errors
 from crystallite.serving import Listener, Service
 from tests.helpers.artifacts import network, saved
 from tests.helpers.block_models import keep_, labels, mask
 from tests.helpers.compressible import repeated
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 # A block that cannot run here has <!-- not run: reason --> on the line before it, and is listed here.
-NOT_RUN = {("ray.md", "needs a Ray cluster")}
+NOT_RUN = {("ray.md", "needs a Ray cluster"), ("your_data.md", "needs a model with its tokenizer")}
 BLOCK = re.compile(r"(?:<!-- not run: (?P<reason>[^\n]*) -->\n)?^```(?P<kind>\w*)\n(?P<text>.*?)^```$", re.M | re.S)
 COMMANDS = ("crystallite", "make", "python")
 
@@ -43,8 +47,12 @@ def compressed_page(folder):
 def served_page(folder):
     x = np.random.default_rng(0).standard_normal((5, 12)).astype(np.float32)
     path = saved(network(), folder / "small")
+    tiny = pytest.importorskip("tests.helpers.text_models", reason="needs transformers")
+    tiny.language_model(folder / "MiniLM", "BertModel")
+    ids = torch.randint(1, 9, (2, 5))
+    given = {"x": x, "ids": ids, "mask": torch.ones_like(ids)}
     with Service.load(path) as service, Listener(service, port=0, grpc_port=0) as listener:
-        yield {"x": x}, {"port=8000, grpc_port=8001": "port=0, grpc_port=0", "127.0.0.1:8001": listener.grpc_target}
+        yield given, {"port=8000, grpc_port=8001": "port=0, grpc_port=0", "127.0.0.1:8001": listener.grpc_target}
 
 
 class Learned(nn.Module):
@@ -87,6 +95,7 @@ def gguf_page(folder):
 
 # What the text of a page says that the reader has.
 GIVEN = {
+    "README.md": compressed_page,
     "compression.md": compressed_page,
     "gguf.md": gguf_page,
     "serving.md": served_page,
@@ -112,7 +121,7 @@ def test_python_runs_and_prints_what_follows_it(page, tmp_path, monkeypatch):
             printed = io.StringIO()
             with contextlib.redirect_stdout(printed):
                 exec(compile(text, page.name, "exec"), given)
-            if page.name == "README.md" and following == "":
+            if page.name == "README.md" and following == "" and not expected.startswith(COMMANDS):
                 assert printed.getvalue() == expected
 
 
@@ -135,8 +144,7 @@ def test_commands_are_understood(words, monkeypatch):
     if words[0] == "make":
         assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
     elif words[0] == "python":
-        assert words[1:3] == ["-m", "benchmarks"]
-        assert (ROOT / "benchmarks" / f"{words[3]}.py").exists()
+        assert (ROOT / (f"benchmarks/{words[3]}.py" if words[1:3] == ["-m", "benchmarks"] else words[1])).is_file()
     else:
         parse = argparse.ArgumentParser.parse_args
 
@@ -147,6 +155,17 @@ def test_commands_are_understood(words, monkeypatch):
         monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_only)
         with pytest.raises(Parsed):
             main(words[1:])
+
+
+def test_commands_of_figures_exist():
+    """`python -m benchmarks part` and `python -m benchmarks.module` in running text."""
+    parts = (ROOT / "benchmarks" / "__main__.py").read_text()
+    for page in PAGES:
+        for part, module in re.findall(r"python -m benchmarks(?: (\w+)|([.][\w.]+))", page.read_text()):
+            if module:
+                assert (ROOT / f"benchmarks{module.replace('.', '/')}.py").is_file(), f"{page.name}: {module}"
+            else:
+                assert re.search(rf"\b{part}\b", parts) or part == "PART", f"{page.name}: {part}"
 
 
 def test_json_is_json():
@@ -160,7 +179,47 @@ def test_what_is_not_run_is_listed():
     assert {(page.name, reason) for page in PAGES for *_, reason in blocks(page) if reason} == NOT_RUN
 
 
-def test_links_lead_somewhere():
-    for page in PAGES:
-        for target in re.findall(r"\]\((?!http)([^)#]+)\)", page.read_text()):
-            assert (page.parent / target).exists(), f"{page.name}: {target}"
+def anchors(page):
+    """What a link may name behind #, as Python-Markdown makes it of headings, and the objects of an API page."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S)
+    found = set(re.findall(r"^::: (\S+)", text, re.M))
+    for heading in re.findall(r"^#+ (.*)", text, re.M):
+        plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)
+        plain = unicodedata.normalize("NFKD", plain).encode("ascii", "ignore").decode()
+        found.add(re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", plain).strip().lower()))
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    for target, anchor in re.findall(r"\]\((?!http)([^)#]*)(?:#([^)]*))?\)", page.read_text()):
+        there = page.parent / target if target else page
+        assert there.exists(), target
+        if anchor:
+            assert anchor in anchors(there), f"{target}#{anchor}"
+
+
+def test_every_page_is_in_the_navigation():
+    def pages(nav):
+        for entry in nav:
+            for value in entry.values() if isinstance(entry, dict) else [entry]:
+                yield from pages(value) if isinstance(value, list) else [value]
+
+    listed = list(pages(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]))
+    assert sorted(listed) == [str(page.relative_to(ROOT / "docs")) for page in PAGES[1:]]
+
+
+def test_every_public_name_is_in_the_reference():
+    shown = {
+        name
+        for page in (ROOT / "docs" / "api").glob("*.md")
+        for name in re.findall(r"^::: (\S+)", page.read_text(), re.M)
+    }
+    places = {"crystallite.annealing.nulls", "crystallite.baselines.compare", "crystallite.core.errors"}
+    assert places < shown
+    for name in shown - places:
+        module, _, last = name.rpartition(".")
+        assert hasattr(importlib.import_module(module), last), name
+    last_parts = {name.rpartition(".")[2] for name in shown}
+    rest = {name for name in cx.__all__ if name not in last_parts and not hasattr(errors, name)}
+    assert rest == {"baselines"}

@@ -9,7 +9,7 @@ from crystallite.models.transformers_hook import register_reader
 
 if TYPE_CHECKING:
     from crystallite import baselines
-    from crystallite.analysis import Analysis, MatrixAnalysis, analyze
+    from crystallite.analysis import Analysis, ChainAnalysis, MatrixAnalysis, Modularity, analyze, modularity
     from crystallite.annealing import nulls
     from crystallite.annealing.anneal import Annealing, anneal
     from crystallite.compression.compress import compress
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     )
     from crystallite.core.maps import Embedding, Permutation, Projection
     from crystallite.core.tables import Table
+    from crystallite.data.images import Images, images
     from crystallite.data.own_text import own_text
     from crystallite.data.text import Texts, texts
     from crystallite.discovery import Modules, discover
@@ -57,7 +58,7 @@ if TYPE_CHECKING:
     from crystallite.structure.directed_levels import DirectedProfile
     from crystallite.structure.hubs import BorderedStructure, hubs
     from crystallite.structure.levels import LevelProfile, level_profile
-    from crystallite.validation import Sweep, Verdict, sweep, validate
+    from crystallite.validation import BlockRoles, Sweep, Verdict, block_roles, sweep, validate
 
 __all__ = [
     "Analysis",
@@ -68,7 +69,9 @@ __all__ = [
     "BlockFeedForward",
     "BlockLinear",
     "BlockRecurrent",
+    "BlockRoles",
     "BorderedStructure",
+    "ChainAnalysis",
     "CheckpointError",
     "CompressedOptions",
     "CrystalliteError",
@@ -80,6 +83,7 @@ __all__ = [
     "ExpandedAttention",
     "Exported",
     "ExportedGguf",
+    "Images",
     "InvalidMap",
     "InvalidMatrix",
     "InvalidOption",
@@ -90,6 +94,7 @@ __all__ = [
     "LowRankLinear",
     "LowRankRecurrent",
     "MatrixAnalysis",
+    "Modularity",
     "Modules",
     "Permutation",
     "Projection",
@@ -108,15 +113,18 @@ __all__ = [
     "anneal",
     "attach_verdict",
     "baselines",
+    "block_roles",
     "compress",
     "compress_folder",
     "decompose",
     "discover",
     "export",
     "hubs",
+    "images",
     "level_profile",
     "load",
     "load_block",
+    "modularity",
     "nulls",
     "own_text",
     "read_manifest",
@@ -141,7 +149,7 @@ __version__ = "0.1.0"
 _HOME = {
     name: f"crystallite.{module}"
     for module, names in {
-        "analysis": "Analysis MatrixAnalysis analyze",
+        "analysis": "Analysis ChainAnalysis MatrixAnalysis Modularity analyze modularity",
         "annealing.anneal": "Annealing anneal",
         "compression.compress": "compress",
         "compression.decoders.on_disk": "compress_folder",
@@ -149,6 +157,7 @@ _HOME = {
         "WriteError",
         "core.maps": "Embedding Permutation Projection",
         "core.tables": "Table",
+        "data.images": "Images images",
         "data.own_text": "own_text",
         "data.text": "Texts texts",
         "discovery": "Modules discover",
@@ -181,7 +190,7 @@ _HOME = {
         "structure.hubs": "BorderedStructure hubs",
         "structure.directed_levels": "DirectedProfile",
         "structure.levels": "LevelProfile level_profile",
-        "validation": "Sweep Verdict sweep validate",
+        "validation": "BlockRoles Sweep Verdict block_roles sweep validate",
     }.items()
     for name in names.split()
 }

@@ -112,7 +112,7 @@ def test_results_are_kept_line_by_line_and_a_run_goes_on(tmp_path, capsys, monke
 @pytest.mark.parametrize("method", decoders.OURS)
 def test_ours_keeps_the_same_share_of_the_layers_as_peers(tmp_path, method):
     model = language_model(tmp_path / "tiny")
-    small = decoders.Session(model, read(["a"], ["c"]).calibration, seed=0).make(method, 0.7)
+    small = decoders.Session(model, read(["a"], ["c"]).calibration, 0, [(method, 0.7)]).make(method, 0.7)
     assert 0.55 < decoders.layer_weights(small) / decoders.layer_weights(model) <= 0.707
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from crystallite.baselines import METHODS
 from crystallite.cli.main import main
-from crystallite.report.run_charts import front_charts
+from crystallite.core.run_charts import front_charts
 from tests.helpers.prunable import hidden_from
 
 

@@ -48,7 +48,7 @@ def test_a_compressed_model_has_no_dense_form(tmp_path, capsys):
 
 def test_refusals_are_counted(url):
     where = urlsplit(url)
-    ask = Ask(where.hostname, where.port, "POST /v2/models/other/infer HTTP/1.1", "7b7d", 2, 0.2, warmup=0.0)
+    ask = Ask(where.hostname, where.port, [("POST /v2/models/other/infer HTTP/1.1", "7b7d")], 2, 0.2, warmup=0.0)
     load = asyncio.run(run(ask))
     assert load.latencies == []
     assert load.refused.keys() == {"404"}

@@ -179,6 +179,13 @@ def test_compress_fits_a_model_to_data(project, calibration, capsys):
     assert main(["serve", "small", "--plan"]) == 0
 
 
+def test_several_budgets_are_saved_in_a_folder_each(project, calibration, capsys):
+    assert main(["compress", f"{project[0]}:build", "--budget", "0.6", "0.3", *calibration]) == 0
+    out = capsys.readouterr().out
+    assert [line for line in out.splitlines() if "Saved" in line] == ["Saved in small/0.6.", "Saved in small/0.3."]
+    assert [cx.record(cx.load(f"small/{name}")).options.budget for name in ("0.6", "0.3")] == [0.6, 0.3]
+
+
 def test_compress_within_a_tolerance(project, calibration, capsys):
     chosen = ["--tolerance", "0.4", "--confidence", "0.9", "--json"]
     assert main(["compress", f"{project[0]}:build", *chosen, *calibration]) == 0
@@ -188,7 +195,7 @@ def test_compress_within_a_tolerance(project, calibration, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--budget", "0"], "budget: expected a share of multiply-adds above 0"),
+        (["--budget", "0"], "budget: expected a share of the model's cost above 0"),
         (["--tolerance", "0.0001"], "cannot be shown with confidence 0.95"),
         ([], "pass exactly one of --budget, --blocks, --tolerance; got none of them"),
     ],
@@ -303,9 +310,11 @@ def test_demo(tmp_path, capsys):
     assert "4 blocks in a chain of 4 subnetworks" in out
     assert out.count("PASSED on 500 samples") == 2
     assert re.search(r"before +fitted +in-blocks\ntest accuracy", out)
-    assert out.rstrip().endswith("report.html")
+    assert out.rstrip().endswith(f"Next:    crystallite serve {tmp_path / 'out' / 'digits-fitted'}")
     page = (tmp_path / "out" / "report.html").read_text()
     assert "Handwritten digits" in page
     assert "Quality and cost" in page
+    for row in out[out.rindex("test accuracy") :].splitlines()[:3]:  # accuracy, parameters, multiply-adds
+        assert all(f'<td class="words">{figure}' in page for figure in row.split()[-3:])
     for name in ("fitted", "in-blocks"):
         assert cx.read_manifest(tmp_path / "out" / f"digits-{name}")["verdict"]["passed"]

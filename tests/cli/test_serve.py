@@ -1,40 +1,23 @@
 """`crystallite serve`: plans, the end by SIGTERM, new versions by SIGHUP, and one line on bad input."""
 
 import json
-import os
 import re
 import signal
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 
 import pytest
 
 from crystallite.cli.main import main
+from crystallite.models.manifest import read_manifest
 from tests.helpers.artifacts import network, saved
 from tests.helpers.http_client import answer, call, infer
+from tests.helpers.served_process import served
 from tests.helpers.tolerance import assert_close
 from tests.helpers.waiting import PATIENCE, wait_for
 
 
 def run(*arguments):
     return main(["serve", *map(str, arguments)])
-
-
-@contextmanager
-def served(*arguments):
-    """A server in a process of its own, and where it answers."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    words = [sys.executable, "-m", "crystallite", "serve", "--port", "0", *map(str, arguments)]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as process:
-        try:
-            line = process.stdout.readline()
-            found = re.match(r"(http://127\.0\.0\.1:\d+)/v2/models/(\S+) ", line)
-            assert found, line + process.stderr.read()
-            yield process, found[1]
-        finally:
-            process.kill()
 
 
 def test_plan(folder, capsys):
@@ -49,7 +32,7 @@ def test_sigterm_answers_what_was_accepted(tmp_path, model, x):
     path = saved(model, tmp_path / "small", passed=None)
     long = ("--max-wait", PATIENCE, "--timeout", PATIENCE)
     with (
-        served(path, "--unvalidated", *long, "--max-batch", 1000) as (process, url),
+        served(path, "--unvalidated", *long, "--max-batch", 1000) as (process, url, _),
         ThreadPoolExecutor(20) as pool,
     ):
         accepted = [pool.submit(infer, url, x + i) for i in range(20)]
@@ -69,7 +52,7 @@ def test_sighup_brings_a_new_version_or_keeps_the_old(tmp_path, x):
     models = [network(seed=seed) for seed in (0, 1)]
     link = tmp_path / "small"
     link.symlink_to(saved(models[0], tmp_path / "v0"))
-    with served(link) as (process, url):
+    with served(link) as (process, url, _):
         assert_close(answer(infer(url, x)[2]), models[0](x).detach())
         link.unlink()
         link.symlink_to(saved(models[1], tmp_path / "v1"))
@@ -84,12 +67,30 @@ def test_sighup_brings_a_new_version_or_keeps_the_old(tmp_path, x):
         assert process.wait(PATIENCE) == 0
 
 
+def test_a_trial(tmp_path, x):
+    """The original from code, a verdict after three requests, written into the folder, and then the switch."""
+    code = tmp_path / "models.py"
+    code.write_text("from tests.helpers.artifacts import network as build\n")
+    path = saved(network(), tmp_path / "small", passed=None)
+    more = ("--trial", f"{code}:build", "--trial-requests", 3, "--attach-verdict", "--max-relative-deviation", 0.01)
+    with served(path, *more) as (process, url, _):
+        for _ in range(3):
+            assert_close(answer(infer(url, x)[2]), network()(x).detach())
+        assert "small: the trial passed" in process.stderr.readline()
+        wait_for(lambda: read_manifest(path)["verdict"] is not None)
+        switch = json.dumps({"answer_from": "reorganized"})
+        assert call(url, "/v2/models/small/trial", switch)[2]["answer_from"] == "reorganized"
+        assert_close(answer(infer(url, x)[2]), network()(x).detach())
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(PATIENCE) == 0
+
+
 def test_two_ports_and_a_log(folder, model, x):
     grpc = pytest.importorskip("grpc", reason="needs grpcio")
     from tests.helpers import grpc_client
 
-    with served(folder, "--grpc-port", 0, "--log", "json") as (process, url):
-        target = process.stdout.readline().strip().removeprefix("grpc://")
+    with served(folder, "--grpc-port", 0, "--log", "json") as (process, url, said):
+        target = re.search(r"grpc://(\S+)", said)[1]
         assert_close(answer(infer(url, x, id="first")[2]), model(x).detach())
         with grpc.insecure_channel(target) as channel:
             assert grpc_client.infer(channel, grpc_client.request(x, "small", id="second"))[0] == grpc.StatusCode.OK
@@ -106,6 +107,8 @@ def test_two_ports_and_a_log(folder, model, x):
     ("arguments", "message"),
     [
         (["--host", "0.0.0.0"], "needs a token"),
+        (["--trial-requests", 5], "--trial-requests needs --trial"),
+        (["--trial", "torch.nn:Identity", "--engine", "ray"], "--trial: both systems run in one process"),
         (["--max-batch", 0], "--max-batch: expected at least 1"),
         (["--batch", 0], "--batch"),
         (["--original", "no such"], "package.module:factory"),

@@ -8,7 +8,9 @@ import torch
 from torch import nn
 
 import crystallite as cx
+from crystallite.compression import model_fit
 from crystallite.compression.compress import compress
+from crystallite.compression.probing import probe
 from crystallite.core.errors import InvalidOption
 from crystallite.operators.linear import BlockLinear
 from crystallite.operators.low_rank import LowRankLinear
@@ -83,6 +85,21 @@ def test_blocks_of_digits_lose_little_and_are_fitted(trained):
     assert share(small) == 0.5
     assert all(change.blocks == 2 for change in cx.summary(small).changes)
     assert accuracy(small, x, y) >= accuracy(model, x, y) - 0.04
+
+
+def test_outputs_of_blocks_make_good_for_each_other(monkeypatch):
+    """Where only sums of hidden neurons reach the output, those that read an input can stand for those that do not."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(16, 12), nn.Identity(), nn.Linear(12, 4)), torch.randn(600, 16)
+    with torch.no_grad():
+        model[2].weight.copy_(torch.randn(4, 1))
+    errors = []
+    for alone in (False, True):
+        if alone:
+            monkeypatch.setattr("crystallite.compression.model_fit.influence", lambda *_: {})
+        small = compress(model, x, blocks=4, ignore="2")
+        errors.append(cx.record(small).options.held_out_error)
+    assert errors[0] < 0.5 * errors[1]
 
 
 def test_joint_blocks_are_subnetworks(trained):
@@ -268,3 +285,14 @@ class Noisy(nn.Module):
 def test_bad_input_is_refused(model, data, options, message):
     with pytest.raises(InvalidOption, match=message):
         compress(model, calibration=data, **options)
+
+
+def test_several_budgets_are_probed_once(monkeypatch):
+    model, x, probed = networks.mlp(24, 48, 6), samples(24), []
+    alone = [compress(model, x, budget=budget) for budget in (0.6, 0.3)]
+    monkeypatch.setattr(model_fit, "probe", lambda *given: probed.append(0) or probe(*given))
+    together = compress(model, x, budget=[0.6, 0.3])
+    assert len(probed) == 1
+    for one, other in zip(alone, together, strict=True):
+        assert cx.summary(one).to_json() == cx.summary(other).to_json()
+        assert torch.equal(one(x), other(x))

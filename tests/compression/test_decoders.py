@@ -11,11 +11,14 @@ import pytest
 import torch
 
 import crystallite as cx
+from crystallite.compression.decoders import run
 from crystallite.compression.decoders.layer_parts import find_parts
+from crystallite.compression.decoders.sensitivity import back_through
 from crystallite.compression.decoders.share_out import SizeCurve, share_out
 from crystallite.compression.decoders.stack import find_stack
 from crystallite.compression.pruning import eliminate, elimination_order
 from crystallite.data.batch import Batch
+from crystallite.models.familiarity import describe, known_inputs
 from crystallite.operators.linear import BlockLinear
 from crystallite.statistics.moments import Moments
 from crystallite.statistics.regression import Regression
@@ -106,6 +109,36 @@ def test_neurons_that_do_nothing_go_and_nothing_is_lost():
     assert float((found - expected).norm() / expected.norm()) < 2e-2
 
 
+@pytest.mark.parametrize("name", ["Llama", "GPT2"])  # without biases and with them
+def test_the_error_in_the_record_is_that_of_the_layer(name):
+    model, x = model_of(name), tokens(12)
+    layers = {"Llama": "model.layers", "GPT2": "transformer.h"}[name]
+    reader = {"Llama": "mlp.down_proj", "GPT2": "mlp.c_proj"}[name]
+    with torch.no_grad():
+        model.get_input_embeddings().weight[:, 0] += 0.3  # something is the same everywhere: biases would help
+        for writer in model.get_submodule(f"{layers}.0.mlp").children():
+            if hasattr(writer, "weight"):
+                writer.weight *= 5
+    small = cx.compress(model, [{"input_ids": x}] * 4, budget=0.6, form="uniform")  # held out is what is fitted to
+    seen = {}
+
+    def watch(at):
+        return lambda _, __, output: seen.update({at: output[0] if isinstance(output, tuple) else output})
+
+    for at, one in (("dense", model), ("small", small)):
+        one.get_submodule(f"{layers}.0").register_forward_hook(watch(at))
+        one.get_submodule(f"{layers}.0.{reader}").register_forward_hook(watch(f"{at} reader"))
+        with torch.no_grad():
+            one(x)
+    scale = seen["dense"].pow(2).mean(-1, keepdim=True).rsqrt()
+    wrong, meant = ((seen[at] * scale).flatten(0, 1) for at in ("small", "dense reader"))
+    wrong = wrong - (seen["dense"] * scale).flatten(0, 1)
+    expected = float(wrong.pow(2).sum() / (meant - meant.mean(0)).pow(2).sum())
+    found = next(c.error for c in cx.summary(small).changes if c.name == f"{layers}.0.{reader}")
+    assert expected > 1e-4
+    assert found == pytest.approx(expected, rel=0.02)
+
+
 def test_a_uniform_result_needs_no_crystallite(tmp_path):
     model = model_of("Llama")
     small = cx.compress(model, batches(), budget=0.7, form="uniform")
@@ -116,8 +149,8 @@ def test_a_uniform_result_needs_no_crystallite(tmp_path):
         "assert 'crystallite' not in sys.modules\n"
         "print(model.config.intermediate_size, float(model(torch.arange(1, 9)[None]).logits.double().sum()))"
     )
-    run = subprocess.run([sys.executable, "-c", code, tmp_path / "small"], capture_output=True, text=True, check=True)
-    width, total = run.stdout.split()
+    ran = subprocess.run([sys.executable, "-c", code, tmp_path / "small"], capture_output=True, text=True, check=True)
+    width, total = ran.stdout.split()
     assert int(width) == small.config.intermediate_size < 160
     with torch.no_grad():
         assert float(total) == pytest.approx(float(small(torch.arange(1, 9)[None]).logits.double().sum()), rel=1e-4)
@@ -127,11 +160,11 @@ RUN = """
 import sys, torch, crystallite as cx
 torch.set_num_threads(1)
 x = torch.randint(1, 120, (48, 32), generator=torch.Generator().manual_seed(0))
-cx.compress_folder(sys.argv[1], [{"input_ids": p} for p in x.split(12)], sys.argv[2], budget=0.7)
+cx.compress_folder(sys.argv[1], [{"input_ids": p} for p in x.split(12)], sys.argv[2], budget=[0.8, 0.7])
 """
 
 
-@pytest.mark.parametrize("mark", ["state/probe-1.safetensors", "layer-00001.json"])
+@pytest.mark.parametrize("mark", ["state/probe-1.safetensors", "0.8/layer-00001.json"])
 def test_a_killed_run_goes_on_to_the_same_files(mark, tmp_path):
     model_of("Llama").save_pretrained(tmp_path / "dense")
     command = [sys.executable, "-c", RUN, str(tmp_path / "dense")]
@@ -146,11 +179,50 @@ def test_a_killed_run_goes_on_to_the_same_files(mark, tmp_path):
         pytest.skip("it was done before it could be killed")
     assert (tmp_path / "again.partial").exists()
     subprocess.run([*command, str(tmp_path / "again")], check=True, capture_output=True)
-    names = sorted(path.name for path in (tmp_path / "whole").iterdir())
-    assert names == sorted(path.name for path in (tmp_path / "again").iterdir())
+    for budget in ("0.8", "0.7"):
+        assert_same_files(tmp_path / "whole" / budget, tmp_path / "again" / budget)
+
+
+def assert_same_files(expected, found):
+    """But for manifests, which name folders."""
+    names = sorted(path.name for path in expected.iterdir())
+    assert names == sorted(path.name for path in found.iterdir())
     for name in names:
         if name != "manifest.json":
-            assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "again" / name).read_bytes(), name
+            assert (expected / name).read_bytes() == (found / name).read_bytes(), name
+
+
+@pytest.mark.parametrize("form", ["any", "uniform"])
+def test_several_budgets_give_what_each_alone_does(form, tmp_path, monkeypatch):
+    model, budgets, probed = model_of("Llama"), [0.85, 0.7], []
+    model.save_pretrained(tmp_path / "dense")
+    alone = [cx.compress(model, batches(), budget=budget, form=form) for budget in budgets]
+    monkeypatch.setattr(run, "back_through", lambda *given: probed.append(0) or back_through(*given))
+    together = cx.compress(model, batches(), budget=budgets, form=form)
+    assert len(probed) == len(model.model.layers)
+    for one, other in zip(alone, together, strict=True):
+        assert cx.summary(one).to_json() == cx.summary(other).to_json()
+        expected, found = one.state_dict(), other.state_dict()
+        assert expected.keys() == found.keys()
+        assert all(torch.equal(expected[name], found[name]) for name in expected)
+    summaries = cx.compress_folder(tmp_path / "dense", batches(), tmp_path / "small", budget=budgets, form=form)
+    for budget, found, small in zip(budgets, summaries, together, strict=True):
+        assert found.macs == cx.summary(small).macs
+        cx.compress_folder(tmp_path / "dense", batches(), tmp_path / str(budget), budget=budget, form=form)
+        assert_same_files(tmp_path / str(budget), tmp_path / "small" / str(budget))
+        opened = cx.load(tmp_path / "small" / str(budget))
+        assert cx.record(opened).options.budget == budget
+    assert together[0].lm_head.weight is not together[1].lm_head.weight
+
+
+def test_budgets_that_are_equal_or_cannot_be_reached_are_refused():
+    model = model_of("Llama")
+    with pytest.raises(cx.InvalidOption, match="budget: expected shares that differ"):
+        cx.compress(model, batches(), budget=[0.7, 0.7])
+    with pytest.raises(cx.InvalidOption, match=r"above 0 and up to 1, got 1\.5"):
+        cx.compress(model, batches(), budget=[0.7, 1.5])
+    with pytest.raises(cx.InvalidOption, match=r"budget 0\.01 with form"):
+        cx.compress(model, batches(), budget=[0.7, 0.01], form="dense")
 
 
 def test_what_cannot_be_done_is_refused_before_work_begins(tmp_path):
@@ -173,6 +245,36 @@ def test_what_cannot_be_done_is_refused_before_work_begins(tmp_path):
     assert not (tmp_path / "out.partial").exists()
     with pytest.raises(cx.InvalidOption, match=r'budget 0\.01 with form="dense": the smallest that can be reached'):
         asked(budget=0.01, form="dense")
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_a_decoder_that_needs_low_ranks_is_not_probed_first(monkeypatch):
+    def refuse(*_):
+        raise run.OutOfReach("budget 0.5: too small")
+
+    monkeypatch.setattr(run.DecoderFit, "probe", lambda *_: 1 / 0)
+    with pytest.raises(cx.InvalidOption, match="the smallest that can be reached"):
+        cx.compress(model_of("Llama"), batches(), budget=0.2, form="dense")
+    monkeypatch.setattr(run.DecoderFit, "check", refuse)
+    small = cx.compress(model_of("Llama"), batches(), budget=0.5)
+    assert "not fitted layer by layer: budget 0.5: too small" in str(cx.summary(small))
+
+
+def test_what_layers_read_is_known_without_running_the_whole_model(tmp_path):
+    model, data = model_of("Llama"), [{"input_ids": part} for part in tokens(32).split(8)]
+    model.save_pretrained(tmp_path / "dense")
+    cx.compress_folder(tmp_path / "dense", data, tmp_path / "small", budget=0.7)
+    small = cx.compress(model, data, budget=0.7)
+    opened = cx.load(tmp_path / "small")
+    assert cx.record(small).options.inputs == cx.record(opened).options.inputs
+    known = describe(
+        opened,
+        [one.layer for one in known_inputs(opened)],
+        *([Batch(0, 8, named=each) for each in some] for some in (data[:3], data[3:])),
+    )  # by running the whole model
+    for one, other in zip(known_inputs(opened), known, strict=True):
+        assert one.mean == pytest.approx(other.mean, rel=1e-3, abs=1e-4)
+        assert one.usual == pytest.approx(other.usual, rel=1e-2)
 
 
 def test_padding_is_not_fitted_to():
@@ -215,10 +317,11 @@ def test_half_precision_stays_what_it_was(tmp_path):
     assert bool(small(tokens(2)).logits.isfinite().all())
 
 
-def test_another_run_does_not_go_on_from_this_one(tmp_path):
+def test_another_run_does_not_go_on_from_this_one(tmp_path, monkeypatch):
     model_of("Llama").save_pretrained(tmp_path / "dense")
-    with pytest.raises(cx.InvalidOption):
-        cx.compress_folder(tmp_path / "dense", batches(), tmp_path / "out", budget=0.01, form="dense")
+    monkeypatch.setattr(run.DecoderFit, "fit", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        cx.compress_folder(tmp_path / "dense", batches(), tmp_path / "out", budget=0.8, form="dense")
     with pytest.raises(cx.InvalidOption, match="another run"):
         cx.compress_folder(tmp_path / "dense", batches(), tmp_path / "out", budget=0.7, form="dense")
 

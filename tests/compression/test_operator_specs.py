@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from crystallite.compression.operator_specs import FittedOperator, OperatorSpec, approximate
+from crystallite.compression.operator_specs import FittedOperator, OperatorSpec, approximate, block_weights
 from crystallite.operators.linear import BlockLinear
 from crystallite.operators.low_rank import LowRankLinear
 from tests.helpers.tolerance import assert_close
@@ -44,3 +44,45 @@ def test_an_operator_computes_its_form(spec, kind, with_bias, rows, columns):
     assert_close(embedded(whole_size)[:, rows], whole_size[:, columns] @ whole[rows][:, columns].T + form.bias[rows])
     if (len(rows), len(columns)) == (12, 9):
         assert sum(p.numel() for p in operator.parameters() if p.ndim > 1) == spec.macs(12, 9, (12, 9))
+
+
+def positive_definite(size: int) -> torch.Tensor:
+    factor = torch.randn(size, 2 * size, dtype=torch.float64)
+    return factor @ factor.T / size
+
+
+@pytest.mark.parametrize(
+    "cells",
+    [
+        CELLS,
+        SHARED,
+        ((np.array([0, 1]), np.array([2, 3])), (np.array([5]), np.arange(9))),  # most outputs are in no block
+        ((np.arange(6), np.arange(9)), (np.arange(6, 12), np.array([], int))),  # nothing is missing, and everything
+    ],
+)
+def test_blocks_under_a_metric_of_the_outputs_solve_the_normal_equations(cells):
+    torch.manual_seed(0)
+    weight, metric, output_metric = torch.randn(12, 9).double(), positive_definite(9), positive_definite(12)
+    inside = torch.zeros(12, 9, dtype=torch.bool)
+    for rows, columns in cells:
+        inside[torch.from_numpy(rows)[:, None], torch.from_numpy(columns)] = True
+    entries = inside.flatten()
+    whole = torch.kron(output_metric, metric)  # of all weights, row after row
+    expected = torch.zeros(12 * 9).double()
+    expected[entries] = torch.linalg.solve(whole[entries][:, entries], (whole @ weight.flatten())[entries])
+
+    def away(found: torch.Tensor) -> float:
+        """From the best one, as what it costs."""
+        off = found - expected.view(12, 9)
+        return float((output_metric @ off @ metric * off).sum())
+
+    found = block_weights(weight, metric, cells, output_metric)
+    assert bool((found[~inside] == 0).all())
+    assert away(found) <= 1e-5 * away(block_weights(weight, metric, cells))
+
+
+def test_outputs_that_count_alone_are_fitted_alone():
+    torch.manual_seed(0)
+    weight, metric = torch.randn(12, 9).double(), positive_definite(9)
+    found = block_weights(weight, metric, CELLS, torch.diag(torch.rand(12) + 0.1).double())
+    assert_close(found, block_weights(weight, metric, CELLS))

@@ -13,9 +13,13 @@ from torch import nn
 import crystallite as cx
 from crystallite.compression import polish
 from crystallite.compression.compress import compress
-from crystallite.compression.polish import polish_
+from crystallite.compression.decoders import polish as decoder_polish
+from crystallite.compression.decoders.stack import Stack
+from crystallite.compression.polish import WholeOutputs, polish_
+from crystallite.data.batch import Batch
 from crystallite.data.calibration import Calibration
 from crystallite.statistics.checkpoints import Checkpoints
+from crystallite.statistics.output_error import output_error
 from crystallite.statistics.trainer import Trainer
 from tests.helpers import compressible as networks
 from tests.helpers.compressible import relative_error, samples
@@ -57,7 +61,7 @@ def test_the_best_state_is_kept_and_training_ends_early(pair, monkeypatch):
     model, small, data = pair
     monkeypatch.setattr(polish, "_RATE", 10.0)
     ruined = copy.deepcopy(small)
-    done = polish_(ruined, model, ["0", "2", "4"], data, 200, 0)
+    done = polish_(ruined, WholeOutputs(ruined, model), ["0", "2", "4"], data, 200, 0)
     assert done.steps < 200
     assert done.after == done.before
     assert same(ruined, small)
@@ -85,7 +89,7 @@ def test_a_frozen_model_is_refused(pair):
 def test_an_interrupted_run_ends_where_it_would_have(pair, tmp_path, monkeypatch):
     model, small, data = pair
     whole, broken, again = (copy.deepcopy(small) for _ in range(3))
-    expected = polish_(whole, model, ["0", "2", "4"], data, 40, 0)
+    expected = polish_(whole, WholeOutputs(whole, model), ["0", "2", "4"], data, 40, 0)
     checkpoints = Checkpoints(tmp_path / "state", {"a": 1})
     real = Trainer.descend
 
@@ -96,12 +100,12 @@ def test_an_interrupted_run_ends_where_it_would_have(pair, tmp_path, monkeypatch
 
     monkeypatch.setattr(Trainer, "descend", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        polish_(broken, model, ["0", "2", "4"], data, 40, 0, checkpoints)
+        polish_(broken, WholeOutputs(broken, model), ["0", "2", "4"], data, 40, 0, checkpoints)
     monkeypatch.undo()
-    assert polish_(again, model, ["0", "2", "4"], data, 40, 0, checkpoints) == expected
+    assert polish_(again, WholeOutputs(again, model), ["0", "2", "4"], data, 40, 0, checkpoints) == expected
     assert same(again, whole)
     once_more = copy.deepcopy(small)  # nothing is left to do
-    assert polish_(once_more, model, ["0", "2", "4"], data, 40, 0, checkpoints) == expected
+    assert polish_(once_more, WholeOutputs(once_more, model), ["0", "2", "4"], data, 40, 0, checkpoints) == expected
     assert same(once_more, whole)
 
 
@@ -155,3 +159,57 @@ def test_training_reads_on_where_fitting_has_enough():
     assert sum(sizes) == 2**15
     assert sum(b.size for b in data.all + data.more) == 256 * 200
     assert sum(b.size for b in Calibration.read([torch.zeros(256, 4)] * 200, widest=3000).all) >= 16 * 3000
+
+
+def llama():
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=120, hidden_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        intermediate_size=160, initializer_range=0.2,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def tokens(count, seed):
+    return torch.randint(1, 120, (count, 32), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("form", ["dense", "uniform"])
+def test_decoders_are_polished_in_their_layers(form):
+    model, fresh = llama(), tokens(8, 1)
+    options = {"calibration": [{"input_ids": part} for part in tokens(48, 0).split(12)], "budget": 0.6, "form": form}
+    plain = compress(model, **options)
+    small = compress(model, **options, polish_steps=30, ignore="*.0.self_attn.*")
+    assert [p.shape for p in small.parameters()] == [p.shape for p in plain.parameters()]
+    assert torch.equal(small.lm_head.weight, model.lm_head.weight)
+    assert torch.equal(small.model.embed_tokens.weight, model.model.embed_tokens.weight)
+    assert torch.equal(small.model.layers[0].self_attn.q_proj.weight, model.model.layers[0].self_attn.q_proj.weight)
+    assert not torch.equal(small.model.layers[1].self_attn.q_proj.weight, model.model.layers[1].self_attn.q_proj.weight)
+    with torch.no_grad():
+        errors = [
+            float((one(fresh).logits.softmax(-1).sqrt() - model(fresh).logits.softmax(-1).sqrt()).square().sum())
+            for one in (plain, small)
+        ]
+    assert errors[1] < 0.95 * errors[0]
+    done = cx.record(small).options
+    assert done.held_out_error == done.polish.after < done.polish.before
+
+
+def test_a_decoder_compared_in_parts_is_as_far_as_in_one():
+    model, batch = llama(), Batch(0, 3, named={"input_ids": tokens(3, 2)})
+    small = copy.deepcopy(model)
+    with torch.no_grad():
+        small.model.layers[0].mlp.down_proj.weight *= 0.5
+    stacks = [Stack(one, "model.layers") for one in (small, model)]
+    compared = decoder_polish._NextTokens(*stacks)
+    windows = list(batch.split(1))
+    expected = [output_error(w.run(small, gradients=True), w.run(model), w) for w in windows]
+    torch.stack(expected).mean().backward()
+    wanted = small.model.layers[0].mlp.gate_proj.weight.grad.clone()
+    small.zero_grad()
+    for error in compared.errors(batch):
+        error.backward()
+    assert torch.allclose(small.model.layers[0].mlp.gate_proj.weight.grad, wanted, rtol=1e-3, atol=1e-7)
+    assert compared.mean_error([batch]) == pytest.approx(float(torch.stack(expected).detach().mean()), rel=1e-4)
+    assert compared.mean_error([batch]) == compared.mean_error(windows)

@@ -8,7 +8,9 @@ import torch
 from torch import nn
 
 import crystallite as cx
+from crystallite.operators import conv as operators_conv
 from crystallite.operators.conv import BlockConv, channel_structure
+from crystallite.operators.runtime.conv_engine import convolve
 from tests.helpers.planted.conv import SETTINGS, SIZES, masked, signal
 from tests.helpers.tolerance import assert_close
 
@@ -42,6 +44,72 @@ def test_same_settings(conv_type, kind, settings):
     assert repr(layer.to_dense()) == repr(conv)
     for name in ("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "padding_mode"):
         assert getattr(layer, name) == getattr(conv, name)
+
+
+class TestCompiled:
+    """Without gradients, blocks of few channels run in one compiled call."""
+
+    @pytest.fixture
+    def calls(self, monkeypatch):
+        made = []
+        monkeypatch.setattr(operators_conv, "convolve", lambda *given: made.append(1) or convolve(*given))
+        return made
+
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+    @pytest.mark.parametrize("kind", STRUCTURES)
+    @pytest.mark.parametrize("conv_type", [nn.Conv1d, nn.Conv2d])
+    def test_same_outputs(self, conv_type, kind, dtype, calls):
+        conv = masked(kind, conv_type, dtype)
+        layer = BlockConv.from_dense(conv)
+        with torch.no_grad():
+            for batch in [(3,), (), (0,)]:
+                x = signal(conv, batch)
+                assert_close(layer(x), conv(x))
+        assert len(calls) == (kind != "empty")
+
+    @pytest.mark.parametrize("settings", SETTINGS)
+    @pytest.mark.parametrize("conv_type", [nn.Conv1d, nn.Conv2d])
+    def test_same_settings(self, conv_type, settings):
+        for kind in ("ragged", "dormant"):
+            conv = masked(kind, conv_type, torch.float64, **settings)
+            with torch.no_grad():
+                assert_close(BlockConv.from_dense(conv)(signal(conv)), conv(signal(conv)))
+
+    @pytest.mark.parametrize("size", [(1, 1), (2, 300), (300, 2), (150, 301), (7, 7)])
+    @pytest.mark.parametrize("dilation", [1, 3])
+    def test_images_of_many_strips(self, size, dilation, calls):
+        torch.manual_seed(0)
+        conv = nn.Conv2d(12, 15, (3, 5), padding=(3, 6), dilation=dilation, groups=3)
+        x = torch.randn(2, 12, *size)
+        before = torch.get_num_threads()
+        with torch.no_grad():
+            for threads in (1, 2):
+                torch.set_num_threads(threads)
+                assert_close(BlockConv.from_dense(conv)(x), conv(x))
+        torch.set_num_threads(before)
+        assert len(calls) == 2
+
+    @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
+    def test_only_what_it_knows(self, calls):
+        x = torch.randn(2, 8, 9, 9)
+        for conv in (nn.Conv2d(8, 8, 3, groups=4, stride=2), nn.Conv2d(8, 8, 3, groups=4, padding_mode="circular"),
+                     nn.Conv2d(8, 8, (3, 2), groups=4, padding="same")):  # fmt: skip
+            with torch.no_grad():
+                assert_close(BlockConv.from_dense(conv)(x), conv(x))
+        conv = nn.Conv2d(8, 8, 3, groups=4)
+        layer = BlockConv.from_dense(conv)
+        with torch.no_grad():
+            last = x.to(memory_format=torch.channels_last)
+            assert layer(last).is_contiguous(memory_format=torch.channels_last)
+        layer(x).sum().backward()  # gradients
+        assert layer.parts[0].weight.grad is not None
+        assert not calls
+
+    def test_a_description_that_does_not_fit_its_channels_reads_nothing_else(self):
+        layer = BlockConv.from_dense(nn.Conv2d(8, 8, 3, groups=4)).eval()
+        layer.in_channels = 4
+        with torch.no_grad(), pytest.raises(RuntimeError):
+            layer(torch.randn(1, 4, 9, 9))
 
 
 def test_uneven_kernels():

@@ -1,27 +1,19 @@
-"""A real browser for the page; tests that need one are skipped, with the reason, where there is none.
-
-CRYSTALLITE_REQUIRE_BROWSER=1, as in `.ci/run`, makes them fail instead.
-"""
+"""Reports, and pages of a real browser that open them."""
 
 import os
-import shutil
+from collections import OrderedDict
 from pathlib import Path
 
 import pytest
 import torch
 
+from crystallite.compression.compress import compress
 from crystallite.reorganization.rewrite import reorganize
 from crystallite.report import report
+from tests.helpers.browser import browser, unavailable
 from tests.helpers.reports import Planted, front_rows, monitor_rows, sweep_rows
 
-_ARGUMENTS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
-              "--disable-background-networking", "--disable-component-update"]  # fmt: skip
-
-
-def unavailable(reason):
-    if os.environ.get("CRYSTALLITE_REQUIRE_BROWSER"):
-        pytest.fail(reason)
-    pytest.skip(reason)
+__all__ = ["browser"]
 
 
 @pytest.fixture(scope="session")
@@ -32,31 +24,25 @@ def planted():
 @pytest.fixture(scope="session")
 def full_report(planted):
     """Everything a report can show."""
-    small = reorganize(torch.nn.Sequential(planted.first, torch.nn.ReLU(), planted.second), rule="neyman")
-    verdict = {"passed": False, "reasons": ["the metric fell by 0.03"], "samples": 64,
+    dense = torch.nn.Sequential(OrderedDict(first=planted.first, relu=torch.nn.ReLU(), second=planted.second))
+    models = {
+        "exact": reorganize(dense, rule="neyman", only_if_faster=False),
+        "fitted": compress(dense, torch.randn(512, 96), budget=0.5),
+    }
+    failed = {"passed": False, "reasons": ["the metric fell by 0.03"], "samples": 64,
                "outcomes": [{"rule": "max_drop", "limit": 0.01, "observed": 0.03, "status": "violated"}]}  # fmt: skip
+    passed = {"passed": True, "reasons": ["output: agreement 1"], "samples": 64, "macs_per_sample": [12800, 6400],
+              "metric": {"name": "accuracy", "values": [0.9, 0.9]}, "parameters": [12944, 6544],
+              "latency": [{"batch": 64, "original": 2e-3, "reorganized": 1e-3}]}  # fmt: skip
     runs = {"sweep": sweep_rows(), "front": front_rows(), "monitor": monitor_rows()}
-    return report(planted, rule="neyman", reorganized=small, verdict=verdict, title="Planted", **runs)
+    return report(
+        planted, rule="neyman", reorganized=models, verdict={"exact": failed, "fitted": passed}, title="Planted", **runs
+    )
 
 
 @pytest.fixture(scope="session")
 def page_path(full_report, tmp_path_factory):
     return full_report.save(tmp_path_factory.mktemp("report") / "report.html")
-
-
-@pytest.fixture(scope="module")  # Playwright holds an event loop, which other tests must not meet
-def browser():
-    try:
-        from playwright.sync_api import sync_playwright
-    except ImportError:
-        unavailable("needs Playwright: pip install playwright")
-    chromium = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
-    if chromium is None:
-        unavailable("needs Chromium: apt install chromium, or name it in CHROMIUM")
-    with sync_playwright() as playwright:
-        opened = playwright.chromium.launch(executable_path=chromium, args=_ARGUMENTS)
-        yield opened
-        opened.close()
 
 
 @pytest.fixture

@@ -24,9 +24,18 @@ def test_a_report_is_one_file_that_loads_nothing(full_report):
     assert "default-src 'none'" in full_report.html
 
 
-def test_verdict_comes_first(full_report):
-    text = re.sub(r"<[^>]+>", " ", full_report.html.split("<body>")[1])
-    assert text.index("Exact block structure") < text.index("What to do next") < text.rindex("How to read this")
+def test_the_result_comes_first(full_report, planted):
+    def text_of(found):
+        return re.sub(r"<[^>]+>", " ", found.html.split("<body>")[1])
+
+    text = text_of(full_report)
+    assert text.index("2 smaller models: down to") < text.index("Before and after") < text.index("What to do next")
+    assert text.index("What to do next") < text.index("Exact block structure")
+    assert "Put it into production" in text
+    assert "cx.reorganize(" not in text  # that was just done
+    alone = text_of(report(planted))
+    assert alone.index("Exact block structure") < alone.index("What to do next") < alone.index("What the columns mean")
+    assert "cx.reorganize(" in alone
     assert "Validation did not pass." in text
     assert "the metric fell by 0.03." in text
 
@@ -81,6 +90,7 @@ def test_notebooks_show_the_page_in_a_frame_of_its_own(full_report):
         ({"sweep": "sweep.json"}, "sweep: expected a list of rows, got str"),
         ({"monitor": [3]}, "monitor: expected a string or a path or a sequence of dicts or None, got"),
         ({"reorganized": nn.Linear(2, 2)}, "not made by reorganize"),
+        ({"reorganized": {}, "verdict": {"a": {}}}, "verdict: expected verdicts by name"),
         ({"level": 2.0}, "level"),
     ],
 )
@@ -115,7 +125,8 @@ def test_what_validation_returns_is_shown(planted):
     assert len(found.sweep) == len(verdict.to_json()["sweep"]["points"])
     assert ("Validation passed." if verdict.passed else "Validation did not pass.") in found.html
     assert "weights kept" in found.html
-    assert "What was rebuilt" in found.html
+    assert "Before and after" in found.html
+    assert f"{verdict.macs_per_sample[1]:,}" in found.html
 
 
 def test_the_command_writes_page_and_figures(tmp_path, capsys):
@@ -150,3 +161,26 @@ def test_every_layer_is_annealed_once(monkeypatch):
     made = report(nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 8), nn.GRU(8, 16)))
     assert len(made.views) == len(made.analysis.rows)
     assert len(seen) == sum(row.matrices for row in made.analysis.rows)
+
+
+def test_the_command_shows_folders_with_their_verdicts_and_replaces_no_page_unasked(tmp_path, capsys):
+    from crystallite.models.artifact import save
+    from crystallite.models.manifest import attach_verdict
+    from crystallite.reorganization.rewrite import reorganize
+    from crystallite.validation.run import validate
+
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+    with torch.no_grad():
+        model[0].weight[:4, 4:] = model[0].weight[4:, :4] = 0
+    small = reorganize(model, level=None, only_if_faster=False)
+    for name in ("one", "two"):
+        attach_verdict(save(small, tmp_path / name), validate(model, small, torch.randn(32, 8)).to_json())
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    words = ["report", str(tmp_path / "model.pt"), "--out", str(tmp_path / "page.html")]
+    assert main([*words, "--reorganized", str(tmp_path / "one"), str(tmp_path / "two")]) == 0
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert page.count("Validation passed.") == 2
+    assert main(words) == 2
+    assert "exists already; pass --force" in capsys.readouterr().err
+    assert (tmp_path / "page.html").read_text(encoding="utf-8") == page
+    assert main([*words, "--force"]) == 0

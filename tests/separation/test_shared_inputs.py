@@ -189,7 +189,7 @@ def test_cut_for_serving_each_piece_gets_its_own_copy(split, tmp_path):
     assert len(first & second) == BOTH
     x = samples(seed=9)
     with torch.no_grad():
-        assert_close(cut(x), small(x))
+        assert_close(cut({"input": x})["output"], small(x))
         assert_close(networks(x), small(x))
 
 

@@ -151,7 +151,9 @@ def test_bodies_that_are_too_large(folder, x, chunked):
 def test_bodies_that_do_not_come(folder):
     with Service.load(folder, limits=Limits(timeout=0.2)) as service, Listener(service, port=0) as listener:
         with socket.create_connection(("127.0.0.1", urlsplit(listener.url).port), timeout=PATIENCE) as connection:
-            connection.sendall(b"POST /v2/models/small/infer HTTP/1.1\r\nHost: a\r\nContent-Length: 50\r\n\r\n{")
+            connection.sendall(
+                b"POST /v2/models/small/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: 50\r\n\r\n{"
+            )
             assert b" 408 " in connection.recv(4096)
         assert call(listener.url, "/v2/health/live")[0] == 200
 
@@ -202,7 +204,7 @@ def test_a_client_that_hangs_up_is_not_computed(slow, x):
         busy = pool.submit(infer, url, x)
         wait_for(lambda: piece.calls == 1)
         content = request(x)
-        head = f"POST /v2/models/small/infer HTTP/1.1\r\nHost: a\r\nContent-Length: {len(content)}\r\n\r\n"
+        head = f"POST /v2/models/small/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(content)}\r\n\r\n"
         with socket.create_connection(("127.0.0.1", urlsplit(url).port), timeout=PATIENCE) as connection:
             connection.sendall((head + content).encode())
             wait_for(lambda: waiting.waiting == 1)

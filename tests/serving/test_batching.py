@@ -8,7 +8,10 @@ import torch
 
 from crystallite.serving import Limits, Refusal
 from crystallite.serving.batching import Batcher
+from crystallite.serving.joining import Joining
 from crystallite.serving.metrics import Metrics
+from crystallite.serving.signature import TensorSpec
+from crystallite.serving.statistics import Statistics
 from tests.helpers.waiting import PATIENCE
 
 
@@ -20,16 +23,27 @@ class Work:
         if not gated:
             self.gate.set()
 
-    async def run(self, x):
+    async def run(self, given):
+        x = given["input"]
         self.batches.append(len(x))
         await self.gate.wait()
         if (x == 13).any():
             raise ValueError("unlucky")
-        return x + 1
+        return {"output": x + 1}
+
+
+JOINING = Joining((TensorSpec("input", torch.float32, (1,)),), (TensorSpec("output", torch.float32, (1,)),))
+
+
+class Queue(Batcher):
+    """A batcher of one tensor."""
+
+    async def infer(self, x, timeout=None):
+        return (await super().infer({"input": x}, timeout))["output"]
 
 
 def batcher(work, **limits):
-    return Batcher("small", work.run, Limits(**limits), Metrics())
+    return Queue("small", work.run, JOINING, Limits(**limits), Metrics(), Statistics())
 
 
 def rows(*values):
@@ -200,7 +214,7 @@ def test_limits_that_make_no_sense(limits):
 @scenario
 async def test_several_batches_at_once_where_the_engine_has_room():
     work = Work(gated=True)
-    queue = Batcher("small", work.run, Limits(max_batch=8), Metrics(), batches=2)
+    queue = Queue("small", work.run, JOINING, Limits(max_batch=8), Metrics(), Statistics(), batches=2)
     asked = []
     for i in range(5):
         asked.append(asyncio.create_task(queue.infer(rows(i))))

@@ -87,6 +87,8 @@ def test_messages_are_those_of_the_client():
         ]
 
     names = ["ModelInferRequest", "ModelInferResponse", "ModelMetadataResponse", "ServerMetadataResponse"]
+    names += ["RepositoryIndexRequest", "RepositoryIndexResponse", "RepositoryModelLoadRequest", "ModelStatistics"]
+    names += ["RepositoryModelUnloadRequest", "ModelStatisticsResponse", "InferStatistics", "InferBatchStatistics"]
     for name in [*names, "InferParameter", "InferTensorContents", "ModelReadyRequest", "ModelReadyResponse"]:
         assert fields(message(name).DESCRIPTOR) == fields(getattr(service_pb2, name).DESCRIPTOR)
 
@@ -108,11 +110,11 @@ def test_what_else_it_asks(client):
     [
         ({"model_name": "other"}, Code.NOT_FOUND, "no model 'other'"),
         ({"model_version": "9"}, Code.NOT_FOUND, "has version"),
-        ({"inputs": []}, Code.INVALID_ARGUMENT, "one tensor, got 0"),
-        ({"inputs": [{"name": "other"}]}, Code.INVALID_ARGUMENT, "expected the name 'input'"),
+        ({"inputs": []}, Code.INVALID_ARGUMENT, "expected one to 1 tensors, got 0"),
+        ({"inputs": [{"name": "other"}]}, Code.INVALID_ARGUMENT, "expected 'input', got"),
         ({"inputs": [{"name": "input", "datatype": "FP16"}]}, Code.INVALID_ARGUMENT, "expected datatype FP32"),
         ({"raw_input_contents": [b"1234"]}, Code.INVALID_ARGUMENT, "expected 240 bytes for shape [5, 12], got 4"),
-        ({"raw_input_contents": [b""] * 9}, Code.INVALID_ARGUMENT, "got several"),
+        ({"raw_input_contents": [b""] * 9}, Code.INVALID_ARGUMENT, "got other numbers"),
         ({"raw_input_contents": []}, Code.INVALID_ARGUMENT, "expected 60 fp32_contents"),
         ({"raw_input_contents": [b"\xff" * 240]}, Code.INVALID_ARGUMENT, "finite"),
         ({"outputs": [{"name": "hidden"}]}, Code.INVALID_ARGUMENT, "outputs: expected 'output'"),

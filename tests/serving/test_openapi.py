@@ -5,6 +5,7 @@ from hypothesis import HealthCheck, given, settings
 
 from crystallite.serving import Listener
 from crystallite.serving.openapi import document
+from crystallite.serving.request_guard import RequestGuard
 from tests.helpers.http_client import TOKEN, call, infer, request
 from tests.helpers.waiting import PATIENCE
 
@@ -16,6 +17,13 @@ OPERATIONS = [found.ok() for found in DESCRIBED.get_all_operations()]
 
 
 GOOD, BAD = schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE
+
+
+@pytest.fixture(autouse=True)
+def loaded(service):
+    """One of the operations unloads the model."""
+    yield
+    service.reload("small")
 
 
 @pytest.mark.parametrize(
@@ -48,7 +56,7 @@ def test_what_is_described_is_what_happens(url, operation, mode):
 def test_every_route_is_described(service):
     from crystallite.serving.app import application
 
-    app = application(service)
+    app = application(RequestGuard(service, None))
     found = {route.path for route in app.routes} - {"/openapi.json"}
     assert found == set(openapi(service)["paths"])
 

@@ -2,15 +2,20 @@
 
 import pytest
 import torch
+from benchmarks.serving_forms import FORMS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 import crystallite as cx
+from crystallite.operators.experts import Expert, Experts
 from crystallite.serving import Machine, plan
-from crystallite.serving.plan import WORTH, arrange
+from crystallite.serving.example import Example
+from crystallite.serving.plan import WORTH, arrange, planned
+from crystallite.serving.signature import TensorSpec
+from crystallite.serving.vectors import count_vectors
 from tests.helpers.artifacts import APART, TOGETHER, network, small
-from tests.helpers.block_models import block_linear
+from tests.helpers.block_models import block_convolution, block_linear, block_recurrent
 from tests.helpers.tolerance import assert_close
 
 
@@ -24,7 +29,7 @@ def test_heavy_parts_are_services_of_their_own(folder):
     assert [len(stage.pieces) for stage in found.stages] == [0, 4, 0]  # Flatten and Softmax stay in the transform tier
     assert [piece.macs for piece in found.pieces] == [3 * 6 + 6 * 6 + 6 * 2] * 4
     assert all(piece.seconds >= WORTH * APART.hop for piece in found.pieces)
-    assert "4 blocks" not in repr(found)
+    assert "block 2 of 1" in repr(found)
     assert repr(found).count("(transform tier)") == 2
 
 
@@ -36,7 +41,7 @@ def test_however_it_is_cut_it_computes_the_same(hop, groups, dead, seed):
     machine = Machine(hop, 1e9, 1e9)
     found, cut = arrange(small(model), 1, machine)
     x = torch.randn(5, 13, dtype=torch.float64)
-    assert_close(cut(x), model(x).detach())
+    assert_close(cut({"input": x})["output"], model(x).detach())
     assert found.pieces
     if len(found.pieces) > 1:
         assert all(piece.seconds >= WORTH * hop for piece in found.pieces)
@@ -51,7 +56,7 @@ def test_light_parts_are_fused_until_they_are_worth_a_service():
     assert len(found.pieces) == 4
     x = torch.randn(20, 64)
     with torch.no_grad():
-        assert_close(cut(x), model(x))
+        assert_close(cut({"input": x})["output"], model(x))
 
 
 def test_where_a_model_does_not_separate_its_layers_may():
@@ -64,7 +69,7 @@ def test_where_a_model_does_not_separate_its_layers_may():
         ["3.0", "3.1"],
     ]
     x = torch.randn(3, 16)
-    assert_close(cut(x), model(x).detach())
+    assert_close(cut({"input": x})["output"], model(x).detach())
 
 
 def test_a_module_in_two_places_is_run_twice():
@@ -72,7 +77,7 @@ def test_a_module_in_two_places_is_run_twice():
     double = nn.LayerNorm(16)
     model = nn.Sequential(block_linear(16, 16, 4, 1), double, block_linear(16, 16, 2, 2), double).eval()
     x = torch.randn(3, 16)
-    assert_close(arrange(small(model), 1, APART)[1](x), model(x).detach())
+    assert_close(arrange(small(model), 1, APART)[1]({"input": x})["output"], model(x).detach())
 
 
 def test_larger_batches_are_worth_more_services():
@@ -109,3 +114,75 @@ def test_replicas_are_shown(folder):
 def test_a_tier_has_workers(folder):
     with pytest.raises(cx.InvalidOption, match="workers"):
         plan(folder, workers=0)
+
+
+TOKENS = Example((TensorSpec("tokens", torch.int64, (7,), below=50),))
+FUSED = """\
+service                     multiply-adds  bytes  ms at batch 3  hops  replicas                                   holds
+encoder.layers.0.linear1.0             64    320        0.00134  11.2         1  blocks 0–1 of encoder.layers.0.linear1
+encoder.layers.0.linear1.1             64    320        0.00134  11.2         1  blocks 2–3 of encoder.layers.0.linear1
+encoder.layers.0.linear2.0             64    288        0.00134  11.2         1  blocks 0–1 of encoder.layers.0.linear2
+encoder.layers.0.linear2.1             64    288        0.00134  11.2         1  blocks 2–3 of encoder.layers.0.linear2
+(transform tier)                                                                                    all else of Encoder
+
+a hop costs 0 µs; a piece is a service of its own from 10 hops on
+replicas, which an engine of several processes starts, for 2 workers"""
+
+
+@pytest.fixture(scope="module")
+def encoder():
+    """A transformer with feed-forward layers of four blocks each, and the vectors that reach them."""
+    model = small(FORMS["encoder"].build())
+    vectors = count_vectors(model, [TOKENS])
+    assert vectors == {"encoder.layers.0.linear1": 7, "encoder.layers.0.linear2": 7}  # positions of a sample
+    return model, vectors
+
+
+def test_the_plan_of_a_transformer(encoder):
+    model, vectors = encoder
+    machine = Machine(1.2e-7, 1e9, 1e9)  # a block computes 32 · 7 · 3 multiply-adds, for 5.6 hops
+    assert repr(planned(model, 3, machine, 2, vectors=vectors)) == FUSED
+
+
+def test_what_is_not_cut_is_named_with_the_reason(encoder):
+    model, vectors = encoder
+    found = planned(model, 1, Machine(2.2e-8, 1e9, 1e9), vectors=vectors)  # a block computes for 10.2 hops
+    assert [len(stage.pieces) for stage in found.stages] == [4, 4, 0]
+    assert found.fused == ()
+    found = planned(model, 1, Machine(1e-6, 1e9, 1e9), vectors=vectors)
+    assert [piece.name for piece in found.pieces] == ["model"]
+    why = "its blocks compute for 0.9 hops in all, two services for at least 20"
+    assert found.fused == (("encoder.layers.0.linear1", why), ("encoder.layers.0.linear2", why))
+    assert why in repr(found)
+    assert found.to_json()["fused"][0] == ("encoder.layers.0.linear1", why)
+
+
+def test_one_heavy_block_is_no_reason_to_cut():
+    layer = nn.Linear(41, 41, bias=False)
+    with torch.no_grad():
+        layer.weight[:40, 40] = layer.weight[40, :40] = 0
+    found = planned(small(layer), 1, Machine(1e-9, 1e9, 1e12))
+    assert found.fused == (("model", "all its blocks but the heaviest compute for less than 10 hops"),)
+
+
+def test_vectors_that_reach_operators():
+    torch.manual_seed(0)
+    conv = small(nn.Sequential(block_convolution(nn.Conv2d, 8, 8, 4, 1, stride=2)))
+    image = Example((TensorSpec("input", torch.float32, (8, 9, 7)),), positional=("input",))
+    assert count_vectors(conv, [image]) == {"0": 4 * 3}
+    gru = small(block_recurrent(nn.GRU, 6, 99, 3, batch_first=True))
+    sequence = Example((TensorSpec("input", torch.float32, (5, 6)),), positional=("input",))
+    assert count_vectors(gru, [sequence]) == {"": 5}
+    assert count_vectors(gru, [image]) == {}  # which it does not take
+    experts = Experts([Expert(None, nn.Linear(4, 8), nn.Linear(8, 4), nn.ReLU()) for _ in range(3)])
+    routed = nn.Module()
+    routed.experts = experts
+    routed.forward = lambda x: experts(x[0], torch.zeros(len(x[0]), 2, dtype=torch.long), torch.ones(len(x[0]), 2))
+    tokens = Example((TensorSpec("input", torch.float32, (12, 4)),), positional=("input",))
+    assert count_vectors(routed, [tokens]) == {"experts": 8}  # 24 choices of 3 experts
+
+
+def test_operators_inside_operators_belong_to_them():
+    inner = small(block_linear(16, 16, 4, 1))
+    experts = Experts([Expert(None, inner, nn.Linear(16, 16), nn.ReLU()) for _ in range(2)])
+    assert [piece.name for piece in planned(experts.eval(), 1, APART).pieces] == ["model.0", "model.1"]

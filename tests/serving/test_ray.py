@@ -17,7 +17,9 @@ from pathlib import Path
 
 import pytest
 from benchmarks.namespace import NAMESPACE
-from benchmarks.ray_scenarios import AT_ONCE, CLOSE, HEAVY, LIGHT
+from benchmarks.ray_load import AT_ONCE, CLOSE
+from benchmarks.ray_scenarios import HEAVY, LIGHT
+from benchmarks.serving_forms import FORMS
 
 
 @pytest.fixture(scope="module")
@@ -119,6 +121,16 @@ def test_a_new_version_takes_over_without_a_lost_request(ray):
 
 
 @pytest.mark.slow
+def test_a_version_that_cannot_be_opened_leaves_the_old_one(ray):
+    found = ray("bring_a_broken_version")
+    assert len(found["errors"]) == 3
+    assert "MemoryError" in found["errors"][1]
+    assert "PytorchStreamReader failed" in found["errors"][2]
+    assert found["right"]
+    assert found["whole"]
+
+
+@pytest.mark.slow
 def test_a_replica_does_not_serve_other_weights_than_were_planned_with(ray):
     found = ray("plan_with_other_weights")
     assert "is not the one that was planned with" in found["error"]
@@ -148,3 +160,20 @@ def test_the_command_serves_on_ray(ray):
     assert found["difference"] <= CLOSE
     assert found["code"] == 0
     assert found["left"] == []
+    (line,) = map(json.loads, found["log"])
+    assert (line["call"], line["status"], line["samples"]) == ("infer", 200, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FORMS)
+def test_each_form_is_cut_and_loses_nothing_when_a_replica_is_killed(ray, name):
+    found = ray("serve_form", name=name)
+    assert found["pieces"] == FORMS[name].pieces
+    assert max(found[where] for where in ("in process", "on Ray", "on Ray afterwards")) <= CLOSE
+    assert_nothing_lost(found, 300)
+
+
+def test_a_form_is_cut_and_answers_as_the_model(ray):
+    found = ray("serve_form", name="GRU", requests=0)
+    assert found["pieces"] == 3
+    assert max(found[where] for where in ("in process", "on Ray")) <= CLOSE

@@ -60,7 +60,7 @@ def test_requests_that_wait_are_computed_together(folder, model):
         (torch.zeros(0, 12), "expected shape"),
         (torch.tensor(1.0), "expected shape"),
         (torch.zeros(2, 12, dtype=torch.float64), "expected datatype FP32, got FP64"),
-        (torch.zeros(2, 12, dtype=torch.bool), "expected datatype FP32, got torch.bool"),
+        (torch.zeros(2, 12, dtype=torch.bool), "expected datatype FP32, got BOOL"),
         (torch.full((2, 12), torch.nan), "finite"),
         (np.full((2, 12), np.inf, np.float32), "finite"),
     ],
@@ -155,8 +155,11 @@ def test_outputs_that_are_no_tensor(tmp_path):
 
     model = nn.Sequential(block_recurrent(nn.GRU, 8, 8, 2, batch_first=True)).eval()
     path = saved(model, tmp_path / "sequences")
-    with pytest.raises(cx.InvalidOption, match="returns one tensor"):
+    with pytest.raises(cx.InvalidOption, match=r"output\[1\].*choose others, outputs="):
         Service.load(path, shape=(5, 8))
+    with Service.load(path, shape=(-1, 8), outputs=["output[0]"]) as service:
+        x = torch.randn(2, 7, 8)
+        assert_close(service.infer(x), model(x)[0].detach())
 
 
 def switch(link, target):

@@ -27,14 +27,14 @@ class Flaky:
         self.engine, self.losses, self.error = LocalEngine(network.modules), dict(losses), error
         self.calls, self.finished = [], []
 
-    async def run(self, piece, x):
+    async def run(self, piece, given):
         self.calls.append(piece)
         if self.losses.get(piece, 0):
             self.losses[piece] -= 1
             raise self.error
-        y = await self.engine.run(piece, x)
+        answer = await self.engine.run(piece, given)
         self.finished.append(piece)
-        return y
+        return answer
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,8 @@ def run(cut, losses, x, error=FAILED, limits=LIMITS):
     async def scenario():
         engine = Flaky(cut, losses, error)
         try:
-            return await Transform("small", cut, engine, limits, metrics).run(x), metrics, engine
+            answer = await Transform("small", cut, engine, limits, metrics).run({"input": x})
+            return answer["output"], metrics, engine
         except Refusal as refusal:
             return refusal, metrics, engine
         finally:

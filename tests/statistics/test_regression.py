@@ -170,7 +170,7 @@ def test_the_error_of_a_layer_that_reads_little_needs_only_what_it_reads():
 
 
 def test_outputs_that_matter_more_are_kept_better():
-    """Where outputs are weighed, a low rank does less damage; what loses nothing is the same as without."""
+    """Where outputs are weighed, low ranks and blocks do less damage; what loses nothing is the same as without."""
     x, t, held, held_t, own = problem()
     rng = torch.Generator().manual_seed(5)
     output_factor = torch.linalg.cholesky(torch.diag(torch.tensor([100.0, 1, 1, 1, 0.01], dtype=torch.float64)))
@@ -181,16 +181,14 @@ def test_outputs_that_matter_more_are_kept_better():
     )
     weighed = replace(weighed, output_factor=output_factor)
     torch.testing.assert_close(weighed.own, plain.weight, rtol=EXACT, atol=EXACT)
-    cells = ((np.array([0, 1]), np.array([0, 1])), (np.array([2, 3, 4]), np.array([2, 3])))
-    for spec in (OperatorSpec(), OperatorSpec(blocks=cells)):
-        found, expected = fitted_operator(weighed, spec), fitted_operator(plain, spec)
-        for name in ("weight", "bias"):
-            torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=EXACT, atol=EXACT)
+    found, expected = fitted_operator(weighed, OperatorSpec()), fitted_operator(plain, OperatorSpec())
+    for name in ("weight", "bias"):
+        torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=EXACT, atol=EXACT)
 
     def output_error(form):
         wrong = output_factor.T @ (form.weight - plain.weight)
         return float(((wrong @ plain.metric) * wrong).sum())
 
-    assert output_error(fitted_operator(weighed, OperatorSpec(2))) < 0.9 * output_error(
-        fitted_operator(plain, OperatorSpec(2))
-    )
+    cells = ((np.array([0, 1]), np.array([0, 1])), (np.array([2, 3, 4]), np.array([2, 3])))
+    for spec, most in ((OperatorSpec(2), 0.9), (OperatorSpec(blocks=cells), 0.95)):
+        assert output_error(fitted_operator(weighed, spec)) < most * output_error(fitted_operator(plain, spec))

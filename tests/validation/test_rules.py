@@ -52,7 +52,7 @@ def test_the_bound_of_a_drop_covers_the_truth():
 def test_agreement_must_be_shown_not_only_observed():
     rules = Rules(None, 0.99, None)
     assert statuses(rules.judge(compared(np.zeros(50)), None)) == [("min_agreement", "unproven")]
-    assert statuses(rules.judge(compared(np.zeros(500)), None)) == [("min_agreement", "kept")]
+    assert statuses(rules.judge(compared(np.zeros(500)), None)) == [("min_agreement", "passed")]
     some = np.arange(500) >= 50
     assert statuses(rules.judge(compared(np.zeros(500), some), None)) == [("min_agreement", "violated")]
 
@@ -61,7 +61,7 @@ def test_the_number_of_samples_it_takes_is_enough_and_not_too_many():
     rules = Rules(None, 0.97, None)
     (outcome,) = rules.judge(compared(np.zeros(10)), None)
     needed = int(outcome.reason.split("it takes ")[1].split()[0])
-    assert rules.judge(compared(np.zeros(needed)), None)[0].status == "kept"
+    assert rules.judge(compared(np.zeros(needed)), None)[0].status == "passed"
     assert rules.judge(compared(np.zeros(needed - 1)), None)[0].status == "unproven"
 
 
@@ -69,14 +69,14 @@ def test_a_drop_on_few_samples_is_unproven():
     rules = Rules(0.01, None, None)
     few, many = np.ones(40), np.ones(1000)
     assert statuses(rules.judge(compared(few), hits(few, few))) == [("max_drop", "unproven")]
-    assert statuses(rules.judge(compared(many), hits(many, many))) == [("max_drop", "kept")]
+    assert statuses(rules.judge(compared(many), hits(many, many))) == [("max_drop", "passed")]
     assert statuses(rules.judge(compared(many), hits(many, np.arange(1000) >= 100))) == [("max_drop", "violated")]
 
 
 def test_a_loss_that_falls_is_no_drop():
     better = MetricResult("loss", False, 1.0, 0.5, np.array([np.ones(100), np.full(100, 0.5)]), True)
     assert better.drop == -0.5
-    assert statuses(Rules(0.01, None, None).judge(compared(np.zeros(100)), better)) == [("max_drop", "kept")]
+    assert statuses(Rules(0.01, None, None).judge(compared(np.zeros(100)), better)) == [("max_drop", "passed")]
 
 
 def test_one_bad_sample_is_caught_and_named_unless_a_quantile_is_asked_for():
@@ -85,15 +85,15 @@ def test_one_bad_sample_is_caught_and_named_unless_a_quantile_is_asked_for():
     (outcome,) = Rules(None, None, 0.1).judge(compared(deviation), None)
     assert outcome.status == "violated"
     assert "sample 417" in outcome.reason
-    assert Rules(None, None, 0.1, quantile=0.99).judge(compared(deviation), None)[0].kept
+    assert Rules(None, None, 0.1, quantile=0.99).judge(compared(deviation), None)[0].passed
 
 
 def test_slices_are_judged_by_every_rule():
     part = SliceResult("odd", 20, 0.5, 0.6, 1.0, 0.4)
     metric = hits(np.ones(10_000), np.ones(10_000))
     found = Rules(0.01, 0.9, 0.5).judge(compared(np.zeros(10_000)), metric, [part])
-    assert [o.rule for o in found if not o.kept] == ["max_drop", "min_agreement", "max_relative_deviation"]
-    assert all("slice odd" in o.reason for o in found if not o.kept)
+    assert [o.rule for o in found if not o.passed] == ["max_drop", "min_agreement", "max_relative_deviation"]
+    assert all("slice odd" in o.reason for o in found if not o.passed)
 
 
 @given(st.lists(st.floats(0, 10), min_size=1, max_size=40), st.floats(0.01, 1))

@@ -325,9 +325,9 @@ def test_a_verdict_fails_on_a_jump_and_passes_beside_it():
     outcomes = {level: [o for o in v.outcomes if o.rule == "continuity"] for level, v in verdicts.items()}
     for level, (outcome,) in outcomes.items():
         sits = any(name == f"{level:.3g}" for jump in verdicts[level].sweep.jumps for name in jump.levels)
-        assert outcome.kept is not sits
+        assert outcome.passed is not sits
         assert verdicts[level].passed is not sits
-    assert {outcome.kept for (outcome,) in outcomes.values()} == {True, False}
+    assert {outcome.passed for (outcome,) in outcomes.values()} == {True, False}
 
 
 def test_the_models_own_level_is_among_those_of_the_verdict():

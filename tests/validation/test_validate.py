@@ -77,7 +77,7 @@ def test_a_slice_that_goes_wrong_is_caught_by_the_worst_case():
     broken = WrongOn(model, 2.5)
     assert validate(model, broken, data, "accuracy", max_relative_deviation=None, layers=False, **averages).passed
     verdict = validate(model, broken, data, "accuracy", layers=False, **averages)
-    assert [o.rule for o in verdict.outcomes if not o.kept] == ["max_relative_deviation"]
+    assert [o.rule for o in verdict.outcomes if not o.passed] == ["max_relative_deviation"]
     assert {case.index for case in verdict.worst} <= set(wrong)
     assert f"{len(wrong)} beyond it" in verdict.reasons[0]
 
@@ -96,7 +96,7 @@ def test_a_slice_that_goes_wrong_is_named(as_function):
         model, WrongOn(model, 2.5), data, "accuracy", max_drop=0.05, max_relative_deviation=None,
         slices=side if as_function else labels, layers=False,
     )  # fmt: skip
-    assert [o.reason.split(" (")[0] for o in verdict.outcomes if not o.kept] == ["slice far"]
+    assert [o.reason.split(" (")[0] for o in verdict.outcomes if not o.passed] == ["slice far"]
     assert {part.label: part.samples for part in verdict.slices} == {s: labels.count(s) for s in ("far", "near")}
     assert next(p for p in verdict.slices if p.label == "near").reorganized == 1.0
 
@@ -119,7 +119,7 @@ def test_too_few_samples_are_said_to_be_too_few():
     model = classifier()
     verdict = validate(model, model, torch.randn(20, 16), min_agreement=0.99)
     assert not verdict.passed
-    assert [o.status for o in verdict.outcomes] == ["unproven", "kept"]
+    assert [o.status for o in verdict.outcomes] == ["unproven", "passed"]
     assert "so few samples" in verdict.reasons[0]
 
 
@@ -150,7 +150,7 @@ def test_inputs_and_outputs_of_any_shape(wrap, paths):
     for data in ([{"x": x, "y": y}], [((x, y),)], [((x, y), torch.zeros(30))], iter([{"x": x, "y": y}])):
         verdict = validate(model, other, data)
         assert [o.path for o in verdict.comparison.outputs] == paths
-        assert [o.kept for o in verdict.outcomes] == [True, False]
+        assert [o.passed for o in verdict.outcomes] == [True, False]
         assert {layer.name: layer.deviation > 0 for layer in verdict.layers} == {"first": False, "second": True}
 
 

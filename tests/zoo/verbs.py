@@ -287,13 +287,11 @@ def service(case: Case) -> dict[str, Any]:
     if not folder.exists():
         folder = cx.save(small, case.folder / "served")
     batch = case.fresh.first(3)
-    tensor = next(iter(batch.values))
     into = case.entry.model() if case.entry.own_code else None
-    with cx.Service.load(folder, into=into, shape=tuple(tensor.shape[1:]), unvalidated=True) as opened:
-        request: Any = tensor if len(batch.values) == 1 else dict(batch.named) or batch.positional
-        found = opened.infer(request)
+    with cx.Service.load(folder, into=into, unvalidated=True) as opened:
+        found = opened.infer(batch.arguments)
     same(case, valid(main(found), batch), answers(small, batch), "answers of the service")
-    return {"samples": len(tensor)}
+    return {"samples": batch.size}
 
 
 def report(case: Case) -> dict[str, Any]:

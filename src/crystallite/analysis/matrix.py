@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 
 from crystallite.analysis.control import Shuffled, shuffled
+from crystallite.analysis.degrees import layer_modularity
 from crystallite.analysis.verdict import SEPARATE_BLOCKS, finding_of, sentence
 from crystallite.annealing.anneal import Annealing, AnnealingOptions, anneal_matrix
-from crystallite.annealing.fitting import Empirical, choose
+from crystallite.annealing.distributions import Null
+from crystallite.annealing.fitting import Empirical, Fit, choose
 from crystallite.annealing.histogram import MagnitudeHistogram, magnitude_histogram
 from crystallite.annealing.initial import candidates
 from crystallite.annealing.neyman import percolation_level
@@ -25,7 +27,7 @@ from crystallite.structure.strong import packed
 from crystallite.weights.checkpoint import Checkpoint
 from crystallite.weights.layers import Layer
 
-__all__ = ["LayerAnalysis", "MatrixAnalysis", "Options", "analyze_layer", "channel_mask"]
+__all__ = ["LayerAnalysis", "MatrixAnalysis", "Options", "analyze_layer", "channel_mask", "null_of"]
 
 _PROFILE_POINTS = 24
 _FEW_HUBS, _MOST_HUB_EDGES = 16, 1_000_000  # beyond, the search for hubs would outlast everything else
@@ -47,7 +49,7 @@ class Options:
     fast: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class MatrixAnalysis:
     """What was found in one layer's weights; plain numbers and strings, so that it can be stored as JSON."""
 
@@ -85,6 +87,7 @@ class MatrixAnalysis:
     profile: list[dict[str, Any]] = field(default_factory=list)  # blocks over levels
     best_split: dict[str, Any] | None = None  # where over all levels it is most divided
     hubs: dict[str, Any] | None = None
+    modularity: dict[str, Any] | None = None  # in degrees, where it does not fall into exact blocks
     finding: str = ""
     verdict: str = ""
 
@@ -94,6 +97,9 @@ class MatrixAnalysis:
         if self.shuffled is None:
             return False
         return self.shuffled["largest_share"] <= self.largest_share and self.shuffled["n_blocks"] >= self.n_blocks
+
+    def __repr__(self) -> str:
+        return f"MatrixAnalysis({self.name!r}, {self.rows}×{self.cols}: {self.finding}, {self.kept_share:.2%} kept)"
 
     def to_json(self) -> dict[str, Any]:
         """The record as a dict of plain values."""
@@ -174,6 +180,9 @@ def analyze_layer(checkpoint: Checkpoint, layer: Layer, options: Options) -> Lay
     if options.fast and finding_of(row) == "separate":  # blocks alone prove nothing: few random edges make some too
         row = replace(row, shuffled=_state(shuffled(*structure.shape, feedback=layer.feedback), edges))
     row = replace(row, finding=finding_of(row))
+    if not options.fast and row.finding != "separate":
+        found = layer_modularity(layer, [a.matrix for a in annealings], [a.null for a in annealings])
+        row = replace(row, modularity=found)
     row = replace(row, verdict=sentence(row))
     return LayerAnalysis(layer, annealings, structure, directed, profile, bordered, row)
 
@@ -183,13 +192,18 @@ def _state(control: Shuffled, edges: int) -> dict[str, Any]:
     return {"n_blocks": int(control.n_blocks[at]), "largest_share": float(control.largest_share[at])}
 
 
-def _anneal(checkpoint: Checkpoint, layer: Layer, label: str, matrix: Any, options: Options) -> Annealing:
-    name = f"{layer.name}[{label}]" if label else layer.name
+def null_of(checkpoint: Checkpoint, layer: Layer, name: str, matrix: Any, options: Options) -> Fit | Null:
+    """What a matrix of a layer is tested against."""
     hidden = layer.rows if layer.feedback else layer.rows // layer.gates  # input weights keep their gates stacked
     drawn = candidates(layer.kind, layer.fan_in, layer.fan_out, hidden=hidden, config=checkpoint.config)
-    null: Any = (
-        choose(matrix, drawn, name) if options.null == "auto" else drawn[0] if options.null == "init" else "empirical"
-    )
+    if options.null == "auto":
+        return choose(matrix, drawn, name)
+    return drawn[0] if options.null == "init" else Empirical.fit(matrix, name)
+
+
+def _anneal(checkpoint: Checkpoint, layer: Layer, label: str, matrix: Any, options: Options) -> Annealing:
+    name = f"{layer.name}[{label}]" if label else layer.name
+    null: Any = null_of(checkpoint, layer, name, matrix, options)
     o = options
     tests = AnnealingOptions(o.level, o.correction, o.random_walk, o.rule, o.alpha, o.delta0, o.tau)
     return anneal_matrix(matrix, null, tests, name)

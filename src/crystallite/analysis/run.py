@@ -7,20 +7,26 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from html import escape
 from pathlib import Path
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
-from crystallite.analysis.matrix import LayerAnalysis, MatrixAnalysis, Options, analyze_layer
+from crystallite.analysis.degrees import ChainAnalysis, chain_cells, chain_modularity, percentile
+from crystallite.analysis.matrix import LayerAnalysis, MatrixAnalysis, Options, analyze_layer, null_of
 from crystallite.analysis.verdict import model_verdict
+from crystallite.annealing.fitting import Fit
 from crystallite.annealing.neyman import CORRECTIONS, resolve_level
 from crystallite.annealing.random_walk import DELTA0, METHODS, TAU, check_band
+from crystallite.core.drawing import Drawing
 from crystallite.core.errors import InvalidOption
 from crystallite.core.files import writing
+from crystallite.core.run_charts import bar_chart
 from crystallite.core.suggest import check_choice, matching, suggest_keywords
-from crystallite.core.tables import by_expert, span, terminal_width, text_table
+from crystallite.core.tables import by_expert, html_table, span, terminal_width, text_table
+from crystallite.weights.chains import LayerChain, known_chains
 from crystallite.weights.checkpoint import Checkpoint, open_checkpoint
 from crystallite.weights.layers import Layer, recognise
 
@@ -31,30 +37,41 @@ _ENTRY = '{"fingerprint": '  # how every line of a `resume` file begins
 
 @dataclass(frozen=True, eq=False)
 class Analysis:
-    """One row per matrix, what was left out, and the verdict."""
+    """One row per matrix and per chain of layers, what was left out, and the verdict."""
 
     source: str
     rows: list[MatrixAnalysis]
     skipped: dict[str, str]  # tensor → why it is no matrix of weights
     options: Options
     notes: tuple[str, ...] = ()  # on how the weights were read: wrappers taken off, adapters that are not in them
+    chains: tuple[ChainAnalysis, ...] = ()  # layers whose names show that they share neurons, in degrees
 
     @property
     def verdict(self) -> str:
         """What the matrices say together."""
         return model_verdict(self.rows)
 
-    def __getitem__(self, name: str) -> MatrixAnalysis:
+    def __getitem__(self, key: str | int) -> MatrixAnalysis:
+        """The row of a matrix, by its name or its place."""
+        if isinstance(key, int):
+            return self.rows[key]
         for row in self.rows:
-            if row.name == name:
+            if row.name == key:
                 return row
-        raise KeyError(name)
+        raise KeyError(key)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __iter__(self) -> Iterator[MatrixAnalysis]:
+        return iter(self.rows)
 
     def to_pandas(self) -> Any:
-        """One row per matrix."""
+        """One row per matrix; profiles, hubs and the like, which are no single values, are in `to_json` only."""
         import pandas
 
-        return pandas.DataFrame([row.to_json() for row in self.rows])
+        rows = [{k: v for k, v in row.to_json().items() if not isinstance(v, (dict, list))} for row in self.rows]
+        return pandas.DataFrame(rows)
 
     def to_json(self) -> dict[str, Any]:
         """Everything as plain values."""
@@ -63,40 +80,54 @@ class Analysis:
             "options": asdict(self.options),
             "verdict": self.verdict,
             "matrices": [row.to_json() for row in self.rows],
+            "chains": [chain.to_json() for chain in self.chains],
             "skipped": self.skipped,
             "notes": list(self.notes),
         }
 
     def table(self, width: int | None = None) -> str:
         """The rows as text, lines no longer than `width` if there is one; experts of a stack share a line."""
-        header = ["matrix", "shape", "null", "KS", "kept", "blocks", "largest", "dormant", "finding"]
+        cells = self._cells()
+        lines = text_table(cells, width)
+        if width is not None and max(map(len, lines)) > width:  # a narrow terminal: do without the null
+            lines = text_table([[*row[:2], *row[4:]] for row in cells], width)
+        return "\n".join(lines)
+
+    def plot(self) -> Drawing:
+        """A picture of how much of each matrix its largest block takes; shorter bars are better."""
+        bars = [(row.name, row.largest_share, f"{_percent(row.largest_share)}, {row.finding}") for row in self.rows]
+        return bar_chart(bars, "neurons in the largest block")
+
+    def _cells(self) -> list[list[str]]:
+        header = ["matrix", "shape", "null", "KS", "kept", "blocks", "largest", "dormant", "modular", "finding"]
         single = list[list[str]]()
         for row in self.rows:
             shape = f"{row.rows}×{row.cols}" + (f"·{row.matrices}" if row.matrices > 1 else "")
             dormant = f"{row.dormant_rows}+{row.dormant_cols}"
             kept, largest = _percent(row.kept_share), _percent(row.largest_share)
             null = _short(row.null)
-            single.append(
-                [row.name, shape, null, f"{row.null_fit:.2f}", kept, str(row.n_blocks), largest, dormant, row.finding]
-            )
+            modular = percentile(row.modularity)
+            fit = f"{row.null_fit:.2f}"
+            single.append([row.name, shape, null, fit, kept, str(row.n_blocks), largest, dormant, modular, row.finding])
         cells = [header]
         for name, places in by_expert([row.name for row in self.rows]):
             columns = zip(*(single[place][1:] for place in places), strict=True)
             cells.append([name, *map(span, columns)])
-        lines = text_table(cells, width)
-        if width is not None and max(map(len, lines)) > width:  # a narrow terminal: do without the null
-            lines = text_table([[*row[:2], *row[4:]] for row in cells], width)
-        return "\n".join(lines)
+        return cells
+
+    def chain_table(self, width: int | None = None) -> str:
+        """The chains as text; "" where no layers are known to follow each other."""
+        return "\n".join(text_table(chain_cells(self.chains), width)) if self.chains else ""
 
     def __repr__(self) -> str:
-        return "\n".join([self.table(terminal_width()), "", f"{self.source}: {self.verdict}", *self.notes])
+        width = terminal_width()
+        tables = [table for table in (self.table(width), self.chain_table(width)) if table]
+        return "\n\n".join([*tables, "\n".join([f"{self.source}: {self.verdict}", *self.notes])])
 
     def _repr_html_(self) -> str:
-        from html import escape
-
-        return self.to_pandas().drop(columns=["profile"], errors="ignore").to_html() + "".join(
-            f"<p>{escape(text)}</p>" for text in (self.verdict, *self.notes)
-        )
+        said = "".join(f"<p>{escape(text)}</p>" for text in (self.verdict, *self.notes))
+        chains = html_table(chain_cells(self.chains)) if self.chains else ""
+        return said + html_table(self._cells(), left=(0, 2, 9)) + chains
 
 
 @suggest_keywords
@@ -122,7 +153,9 @@ def analyze(
 
     Needs no data and no model code. For each matrix: which initialisation it may have had and how well that fits, what
     the two tests keep, the blocks this leaves, the blocks at every other level, the hubs, and what the same numbers in
-    random places would give; then a verdict in words, which may be that there is no block structure.
+    random places would give; where it does not fall into exact blocks, how modular it is (see `modularity`), and how
+    modular chains of layers are whose names show their order; then a verdict in words, which may be that there is no
+    block structure.
 
     Tensors are read one at a time where the format allows it, so memory stays near the largest of them.
 
@@ -132,7 +165,7 @@ def analyze(
             "init" always takes what PyTorch, or the model's config, draws for such a layer; "empirical" always
             measures.
         level, correction, random_walk, rule, alpha, delta0, tau: as for `anneal`.
-        fast: only the tests and the blocks at the one level.
+        fast: only the tests and the blocks at the one level, without modularity.
         targets, ignore: a pattern of layer names, or several (`*.intermediate.*`).
         resume: a file that keeps each finished matrix; after an interruption the same call goes on from there.
         engine: "local", or "ray" to spread the layers of a checkpoint on disk over a Ray cluster. Same results.
@@ -182,7 +215,25 @@ def analyze_with(
                 bar.set_postfix_str(row.name[-30:], refresh=False)
                 bar.update()
         rows = [store.rows[layer.name] for layer in wanted]
-        return Analysis(checkpoint.source, rows, skipped, options, checkpoint.notes)
+        chains = () if options.fast else _chains(checkpoint, known_chains(wanted), store.rows, options)
+        return Analysis(checkpoint.source, rows, skipped, options, checkpoint.notes, chains)
+
+
+def _chains(
+    checkpoint: Checkpoint, chains: Sequence[LayerChain], rows: Mapping[str, MatrixAnalysis], options: Options
+) -> tuple[ChainAnalysis, ...]:
+    """Chains whose layers do not all fall into exact blocks, in degrees."""
+    found = []
+    for chain in chains:
+        if all(rows[layer.name].finding == "separate" for layer in chain.layers):
+            continue
+        parts = {layer.name: layer.matrices(checkpoint) for layer in chain.layers}
+        nulls = {}
+        for layer in chain.layers:
+            fits = [null_of(checkpoint, layer, layer.name, matrix, options) for _, matrix in parts[layer.name]]
+            nulls[layer.name] = [fit.null if isinstance(fit, Fit) else fit for fit in fits]
+        found.append(chain_modularity(chain, {n: [m for _, m in own] for n, own in parts.items()}, nulls))
+    return tuple(chain for chain in found if chain is not None)
 
 
 def _check(options: Options, engine: str) -> None:

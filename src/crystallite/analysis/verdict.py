@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from crystallite.analysis.degrees import in_words, modular_count
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -49,9 +51,10 @@ def finding_of(row: MatrixAnalysis) -> str:
 
 
 def sentence(row: MatrixAnalysis) -> str:
-    """The finding in words, and whether the level had a part in it."""
+    """The finding in words, whether the level had a part in it, and how modular the matrix is."""
     alone = " The level changes nothing: kept by the random-walk band alone." if row.by_band_alone and row.kept else ""
-    return _finding_in_words(row) + alone
+    degrees = f" {in_words(row.modularity)}" if row.modularity is not None else ""
+    return _finding_in_words(row) + alone + degrees
 
 
 def _finding_in_words(row: MatrixAnalysis) -> str:
@@ -100,7 +103,8 @@ def model_verdict(rows: Sequence[MatrixAnalysis]) -> str:
         return "No matrix of weights was found."
     counts = {finding: sum(row.finding == finding for row in rows) for finding in FINDINGS}
     parts = [f"{n} of {len(rows)} {FINDINGS[f]}" for f, n in counts.items() if n]
-    text = "; ".join(parts) + "."
+    degrees = modular_count([row.modularity for row in rows if row.modularity is not None])
+    text = "; ".join([*parts, degrees] if degrees else parts) + "."
     exact = counts["separate"]
     if exact == len(rows):
         return f"Exact block structure in every matrix: {text}"

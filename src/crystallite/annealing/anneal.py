@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from html import escape
 from typing import Any, overload
 
 import numpy as np
@@ -21,6 +20,7 @@ from crystallite.core.arrays import Magnitudes, magnitudes
 from crystallite.core.drawing import Drawing
 from crystallite.core.errors import InvalidMatrix, InvalidOption
 from crystallite.core.suggest import check_choice, suggest_keywords
+from crystallite.core.tables import html_text
 from crystallite.structure.decompose import decompose
 
 __all__ = ["Annealing", "AnnealingOptions", "anneal", "anneal_matrix"]
@@ -215,7 +215,7 @@ class Annealing:
         return decompose(self.matrix, threshold=limits, name=self.name).plot(self.mask)
 
     def _repr_html_(self) -> str:
-        return f"<pre>{escape(repr(self))}</pre>{self.plot().svg()}"
+        return html_text(repr(self)) + self.plot().svg()
 
     def __repr__(self) -> str:
         rows, cols = self.shape

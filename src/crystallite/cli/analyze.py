@@ -16,7 +16,8 @@ __all__ = ["run"]
 def run(options: argparse.Namespace, given: dict[str, Any]) -> int:
     """Print the table and the verdict; 0."""
     analysis = analyze(options.source, progress=sys.stderr.isatty(), **given)
-    text = f"{analysis.table(terminal_width())}\n\n{analysis.verdict}"
+    tables = (analysis.table(terminal_width()), analysis.chain_table(terminal_width()))
+    text = "\n\n".join([*filter(None, tables), analysis.verdict])
     if analysis.skipped:
         text += f"\nLeft out: {len(analysis.skipped)} tensors that are no matrices of weights (--json lists them)."
     print_result(text, analysis.to_json(), options)

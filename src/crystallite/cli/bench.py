@@ -24,7 +24,7 @@ def run(options: argparse.Namespace, given: dict[str, Any]) -> int:
     size = 32 if options.batch is None else options.batch
     calibration = open_calibration(options, options.baselines, size)
     data = open_data(options, options.baselines, size)
-    model = open_dense(options.baselines, options.weights).eval()
+    model = open_dense(options.baselines, options.weights, options.original).eval()
     budget, metric = given.pop("budget"), given.pop("metric", None)
     small = compress(model, calibration, budget=budget, **given)
     rows = compare(model, small, data, metric, calibration=calibration, **given)

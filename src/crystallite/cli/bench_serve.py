@@ -13,7 +13,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from crystallite.cli.running import print_result
@@ -24,18 +23,18 @@ from crystallite.models.opening import open_model
 from crystallite.reorganization.restore import restore
 from crystallite.serving import load as load_program
 from crystallite.serving.engine import LocalEngine
+from crystallite.serving.interface import NamedModel, computed
 from crystallite.serving.limits import Limits
 from crystallite.serving.listening import Listener
 from crystallite.serving.load import Ask, Load
-from crystallite.serving.machine import measure_machine
 from crystallite.serving.metrics import Metrics
-from crystallite.serving.model import CutModel, ServedModel
-from crystallite.serving.plan import arrange
-from crystallite.serving.protocol import HEADER_LENGTH, INPUT
+from crystallite.serving.model import CutModel, ServedModel, Source
+from crystallite.serving.protocol import HEADER_LENGTH
 from crystallite.serving.service import Service
-from crystallite.serving.signature import DATATYPES, Signature
+from crystallite.serving.signature import DATATYPES, INPUT, Tensors
+from crystallite.serving.tensor_data import to_bytes
 
-__all__ = ["best_quantile", "compared", "forward_seconds", "row", "run", "service_of"]
+__all__ = ["best_quantile", "compared", "forward_seconds", "loaded", "row", "run", "service_of"]
 
 
 def run(options: argparse.Namespace, given: Mapping[str, Any]) -> int:
@@ -83,9 +82,8 @@ def service_of(
     limits = limits or Limits()
 
     def opened(name: str, metrics: Metrics) -> ServedModel:
-        plan, network = arrange(model, 1, measure_machine())
-        cut = CutModel(name, "0", Path(), plan, network, Signature.of(model, network, shape), {})
-        return ServedModel.of(cut, LocalEngine(network.modules), limits, metrics)
+        cut = CutModel.of(name, "0", Path(), model, Source(Path(), shape=shape))
+        return ServedModel.of(cut, LocalEngine(cut.network.modules), limits, metrics)
 
     return Service([name], opened, limits, lambda: None)
 
@@ -102,7 +100,7 @@ def compared(
             asks[name] = _ask(listener, service, clients, batch, seconds / rounds)
         for _ in range(rounds):
             for name, ask in asks.items():
-                found[name].append(_loaded(ask))
+                found[name].append(loaded(ask))
     return found
 
 
@@ -123,40 +121,41 @@ def best_quantile(loads: Sequence[Load], share: float) -> float:
     return min(load.quantile(share) for load in loads)
 
 
-def forward_seconds(model: nn.Module, x: Tensor, seconds: float = 1.0) -> float:
+def forward_seconds(model: nn.Module, given: Tensors, seconds: float = 1.0) -> float:
     """The median of plain calls of the model for a while."""
     times: list[float] = []
-    with torch.no_grad():
-        while sum(times) < seconds or len(times) < 5:
-            started = time.perf_counter()
-            model(x)
-            times.append(time.perf_counter() - started)
+    called = NamedModel(model, (INPUT,))
+    while sum(times) < seconds or len(times) < 5:
+        started = time.perf_counter()
+        computed(called, given)
+        times.append(time.perf_counter() - started)
     return sorted(times)[len(times) // 2]
 
 
-def sample(service: Service, batch: int) -> Tensor:
+def sample(service: Service, batch: int) -> dict[str, Tensor]:
     """Random samples that the service's model takes."""
     (model,) = service.models.values()
-    signature, size = model.signature, (batch, *model.signature.input_shape)
-    if signature.input_dtype == torch.int64:
-        return torch.randint(signature.vocabulary or 2, size)
-    return torch.randn(size).to(signature.input_dtype)
+    return model.example.made(batch)
 
 
 def _ask(listener: Listener, service: Service, clients: int, batch: int, seconds: float) -> Ask:
-    (model,), x = service.models.values(), sample(service, batch)
-    raw = x.reshape(-1).view(torch.uint8).numpy().tobytes()
-    tensor = {
-        "name": INPUT, "datatype": DATATYPES[x.dtype], "shape": list(x.shape),
-        "parameters": {"binary_data_size": len(raw)},
-    }  # fmt: skip
-    header = json.dumps({"inputs": [tensor], "parameters": {"binary_data_output": True}}).encode()
+    (model,), given = service.models.values(), sample(service, batch)
+    raw = {name: to_bytes(x) for name, x in given.items()}
+    tensors = [
+        {
+            "name": name, "datatype": DATATYPES[x.dtype], "shape": list(x.shape),
+            "parameters": {"binary_data_size": len(raw[name])},
+        }
+        for name, x in given.items()
+    ]  # fmt: skip
+    header = json.dumps({"inputs": tensors, "parameters": {"binary_data_output": True}}).encode()
     head = f"POST /v2/models/{model.name}/infer HTTP/1.1\r\n{HEADER_LENGTH}: {len(header)}"
     host, _, port = listener.url.removeprefix("http://").rpartition(":")
-    return Ask(host, int(port), head, (header + raw).hex(), clients, seconds, warmup=min(0.5, seconds))
+    body = header + b"".join(raw.values())
+    return Ask(host, int(port), [(head, body.hex())], clients, seconds, warmup=min(0.5, seconds))
 
 
-def _loaded(ask: Ask) -> Load:
+def loaded(ask: Ask) -> Load:
     """The load, from a process of its own."""
     words = [sys.executable, "-I", load_program.__file__]
     limit = ask.warmup + ask.seconds + 120

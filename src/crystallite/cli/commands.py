@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from crystallite.cli.compress_options import COMPRESS
 from crystallite.cli.options import Command, Option
+from crystallite.cli.serve_options import SERVE
 from crystallite.cli.shared_options import (
     ANNEALING,
     BATCH,
@@ -30,6 +32,7 @@ from crystallite.cli.shared_options import (
     WEIGHTS,
     swept_level,
 )
+from crystallite.cli.showing_commands import COMPLETION, DEMO, REPORT
 
 __all__ = ["COMMANDS"]
 
@@ -63,6 +66,7 @@ _REORGANIZE = Command(
     (
         MODEL,
         OUT,
+        ORIGINAL,
         WEIGHTS,
         *ANNEALING,
         Option("level", "anneal nothing: weights that are zero are the gaps", takes="nothing", value=None,
@@ -90,57 +94,6 @@ _REORGANIZE = Command(
 `crystallite compress` fits smaller layers to data instead.
 """,
 )  # fmt: skip
-_COMPRESS = Command(
-    "compress",
-    "fit smaller layers to a budget, so that they keep a model's function",
-    "Save a model whose layers are smaller ones, fitted to data in closed form and without labels.",
-    (
-        MODEL,
-        OUT,
-        WEIGHTS,
-        CALIBRATION,
-        LENGTH,
-        TOKENS,
-        BATCH,
-        Option("budget", "share of the layers' cost to keep, above 0 and up to 1", float, metavar="SHARE"),
-        Option("blocks", "number of independent blocks that every layer becomes", int, metavar="K"),
-        Option("tolerance", "largest risk that the cheapest model may have, for which the budget is searched", float,
-               metavar="RISK"),
-        Option("objective", "what the budget is a share of", default="macs",
-               choices=("macs", "parameters", "latency", "int8"), excludes=("--blocks",)),
-        Option("form", "what layers may become: anything, ordinary layers of other sizes, or (decoders) of the same "
-               "sizes throughout, which load without crystallite", default="any", choices=("any", "dense", "uniform"),
-               excludes=("--blocks",)),
-        Option("memory", "memory that a decoder may take, such as 3GB: layers are then read, fitted and written one by "
-               "one", metavar="BYTES", own=True,
-               excludes=("--blocks", "--tolerance", "--polish-steps", "--weights")),
-        Option("own_text", "tokens that a decoder writes itself and is fitted to as well, to hold on other text",
-               int, 0, metavar="TOKENS", excludes=("--memory",)),
-        Option("joint", "use one partition through consecutive layers", takes="nothing", default=False,
-               needs="--blocks"),
-        Option("confidence", "confidence with which the tolerance must be shown", float, 0.95, needs="--tolerance"),
-        Option("risk", "what the tolerance limits", default="deviation", choices=("deviation", "disagreement"),
-               needs="--tolerance"),
-        Option("polish_steps", "steps of training inside the structure afterwards", int, 0, metavar="N"),
-        replace(CHECKPOINT, needs="--polish-steps"),
-        Option("ridge", "how strongly weights are pulled to the original ones", float, 0.01),
-        SEED,
-        TARGETS,
-        IGNORE,
-        JSON,
-    ),
-    "crystallite.cli.reorganize:run_compress",
-    ("crystallite.compression.compress:compress",),
-    one_of=("--budget", "--blocks", "--tolerance"),
-    example=f"""\
-  crystallite compress ./my-hf-model --budget 0.5 --calibration tokens.safetensors --out small
-  crystallite compress ./my-hf-model --budget 0.8 --calibration prose.txt --calibration code.txt --out small
-  crystallite compress ./my-decoder --budget 0.8 --form uniform --memory 3GB --calibration prose.txt --out small
-  crystallite compress my_package.models:build --tolerance 0.05 --calibration inputs.npz --out small
-
-{MODEL_NOTE}
-{DATA_NOTE}""",
-)  # fmt: skip
 _VALIDATE = Command(
     "validate",
     "judge whether a smaller model may replace the original",
@@ -155,6 +108,8 @@ _VALIDATE = Command(
         BATCH,
         *RULES,
         Option("levels", 'levels to sweep as well; "default" for a grid', swept_level, metavar="LEVEL", takes="many"),
+        Option("ablate_blocks", "switch off one block at a time too, to show which classes, outputs and tokens suffer",
+               takes="nothing", default=False),
         JSON,
     ),
     "crystallite.cli.validate:run",
@@ -177,6 +132,7 @@ _UPGRADE = Command(
         OUT,
         DATA,
         LENGTH,
+        ORIGINAL,
         WEIGHTS,
         Option("blocks", "number of blocks to make", int, metavar="K"),
         Option("modules", "split along the functional modules that the data show", takes="nothing", own=True,
@@ -249,53 +205,6 @@ another --type within --max-deviation. GGUF takes language models of the Llama f
 size, and no data.
 """,
 )  # fmt: skip
-_LISTENING = (
-    Option("host", "address to listen on; any but this machine's own needs --token-file", default="127.0.0.1"),
-    Option("port", "port to listen on; 0 for a free one", int, 8000),
-    Option("grpc_port", "port to answer gRPC on as well; 0 for a free one", int),
-    Option("tls_cert", "certificate and its chain, PEM, for both protocols", Path, metavar="FILE", own=True,
-           needs="--tls-key"),
-    Option("tls_key", "private key of the certificate, PEM", Path, metavar="FILE", own=True, needs="--tls-cert"),
-    Option("log", "print a line for every request on standard error", choices=("json",), own=True),
-    Option("token_file", "file with the token that requests must carry", Path, metavar="FILE", own=True,
-           must_be="there"),
-    Option("max_batch", "samples that are computed together", int, 64, metavar="N"),
-    Option("max_wait", "seconds to wait for a fuller batch", float, 0.0, metavar="SECONDS"),
-    Option("max_queue", "requests that may wait", int, 256, metavar="N"),
-    Option("timeout", "seconds that a request may take", float, 30.0, metavar="SECONDS"),
-    Option("max_bytes", "bytes that a request may have", int, 64 << 20, metavar="N"),
-    Option("unvalidated", "serve without a verdict that the model passed", takes="nothing", default=False),
-    SHAPE,
-    Option("engine", "where to run: this process, or a Ray cluster", default="local", choices=("local", "ray")),
-)  # fmt: skip
-_SERVE = Command(
-    "serve",
-    "serve saved models over the network",
-    "Serve saved models: one tier collects requests and deals them out, the other computes.",
-    (
-        Option("models", "folder that crystallite wrote, with a name of its own if given", metavar="[NAME=]FOLDER",
-               takes="arguments", own=True),
-        Option("plan", "print which pieces would be services, and end", takes="nothing", own=True, default=False,
-               excludes=tuple(option.word for option in _LISTENING)),
-        replace(JSON, help="print the plan as JSON", needs="--plan"),
-        Option("batch", "samples of a request to plan for", int, 1, metavar="N"),
-        ORIGINAL,
-        *_LISTENING,
-    ),
-    "crystallite.cli.serve:run",
-    ("crystallite.serving.service:Service.load", "crystallite.serving.limits:Limits",
-     "crystallite.serving.listening:Listener"),
-    example="""\
-  crystallite serve small --plan
-  crystallite serve small --port 8000 --grpc-port 8001
-  crystallite serve fraud=models/fraud prices=models/prices --host 10.0.0.5 --token-file token \\
-    --tls-cert server.pem --tls-key server.key --log json
-
-Clients of the Open Inference Protocol v2 work unchanged, such as tritonclient. SIGTERM answers what was accepted and
-ends; SIGHUP, or POST /v2/repository/models/NAME/load, opens the folders again (point a link at the new version) and
-keeps the old version where the new one may not be served. Metrics for Prometheus: /metrics.
-""",
-)  # fmt: skip
 _BENCH = Command(
     "bench",
     "measure how fast a saved model answers, or how a compressed one compares with other methods",
@@ -315,7 +224,7 @@ _BENCH = Command(
         Option("rounds", "rounds in which the servers take turns; the best counts", int, 3, metavar="N", own=True,
                needs="--serve"),
         Option("max_batch", "samples that are computed together", int, 64, metavar="N", needs="--serve"),
-        replace(ORIGINAL, needs="--serve"),
+        ORIGINAL,
         replace(SHAPE, needs="--serve"),
         Option("budget", "share of the layers' multiply-adds that all methods may keep", float, metavar="SHARE",
                needs="--baselines"),
@@ -352,68 +261,10 @@ timed in turns.
 
 {DATA_NOTE}""",
 )  # fmt: skip
-_REPORT = Command(
-    "report",
-    "write one HTML page that shows what was found",
-    "Analyse a checkpoint and write one self-contained HTML page: verdict, layers, pictures, levels.",
-    (
-        CHECKPOINT_FILE,
-        Option("out", "page to write", Path, Path("report.html"), metavar="FILE", own=True),
-        Option("title", "what the page calls the model"),
-        Option("reorganized", "folder that reorganize, compress or upgrade wrote", Path, metavar="FOLDER"),
-        Option("verdict", "file with what validate --json printed", Path, metavar="FILE", must_be="there"),
-        Option("front", "file with JSON rows: name, family, macs, latency_ms, quality", Path, metavar="FILE",
-               must_be="there"),
-        Option("monitor", "file with the JSON lines that training wrote", Path, metavar="FILE", must_be="there"),
-        Option("figures", "folder to write each figure to as a file of its own", Path, metavar="FOLDER", own=True),
-        Option("format", "format of these figures", default="svg", choices=("svg", "png"), own=True,
-               needs="--figures"),
-        *ANNEALING,
-        TARGETS,
-        IGNORE,
-        replace(JSON, help="print what was written as JSON on standard output"),
-    ),
-    "crystallite.cli.report:run",
-    ("crystallite.report.build:report",),
-    example="""\
-  crystallite report model.safetensors --out report.html
-  crystallite validate original small --data held_out.npz --levels default --json > verdict.json
-  crystallite report ./my-hf-model --out report.html --reorganized small --verdict verdict.json --figures figures
-""",
-)  # fmt: skip
-_DEMO = Command(
-    "demo",
-    "take a tour on a network trained on the spot, or on MiniLM",
-    "Take a real network apart, rebuild it smaller, judge, save and serve it, and write a report.",
-    (
-        Option("out", "folder for what the demo writes", Path, Path("demo-output"), metavar="FOLDER", own=True),
-        Option("model", "network to take: one trained here, or a sentence encoder from PyPI", default="digits",
-               choices=("digits", "minilm"), own=True),
-        Option("paper", "print the paper's worked examples beside the results here, and nothing else", takes="nothing",
-               default=False, own=True, excludes=("--model", "--out")),
-    ),
-    "crystallite.cli.demo:run",
-    example="""\
-  crystallite demo --out demo-output
-  crystallite demo --model minilm
-  crystallite demo --paper
-""",
-)  # fmt: skip
-_COMPLETION = Command(
-    "completion",
-    "print a script that completes commands and options in a shell",
-    "Print a completion script; it knows commands, options and their choices.",
-    (Option("shell", "shell that the script is for", choices=("bash", "zsh"), takes="argument", own=True),),
-    "crystallite.cli.completion:run",
-    example="""\
-  crystallite completion bash >> ~/.bashrc
-  crystallite completion zsh >> ~/.zshrc
-""",
-)
 
 COMMANDS = {
     command.name: command
     for command in (
-        _ANALYZE, _REORGANIZE, _COMPRESS, _VALIDATE, _UPGRADE, _EXPORT, _SERVE, _BENCH, _REPORT, _DEMO, _COMPLETION,
+        _ANALYZE, _REORGANIZE, COMPRESS, _VALIDATE, _UPGRADE, _EXPORT, SERVE, _BENCH, REPORT, DEMO, COMPLETION,
     )
 }  # fmt: skip

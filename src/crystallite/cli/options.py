@@ -29,7 +29,7 @@ class Option:
     flag: str = ""  # where the command line has another word than the keyword
     own: bool = False  # of the command line alone, not a keyword of the function
     required: bool = False
-    must_be: str = ""  # a path that is "there", or "new"
+    must_be: str = ""  # a path: a file that is "there", a file or folder that is "readable", or "new"
     needs: str = ""  # the option without which this one says nothing
     excludes: tuple[str, ...] = ()
 
@@ -89,6 +89,8 @@ class Command:
                     raise InvalidOption(f"{path}: exists already; choose another name or remove it")
                 if option.must_be == "there" and not Path(path).is_file():
                     raise InvalidOption(f"{path}: no such file")
+                if option.must_be == "readable" and not Path(path).exists():
+                    raise InvalidOption(f"{path}: no such file or folder")
 
     def keywords(self, given: dict[str, Any]) -> dict[str, Any]:
         """What was given of the function's own keywords, and nothing else."""

@@ -13,7 +13,7 @@ from crystallite.cli.running import open_calibration, open_dense, print_result
 from crystallite.core.errors import InvalidOption
 from crystallite.models.layered_folder import is_transformers_folder
 from crystallite.models.opening import write_model
-from crystallite.models.summary import summary
+from crystallite.models.summary import Summary, summary
 
 __all__ = ["run", "run_compress"]
 
@@ -22,9 +22,9 @@ def run(options: argparse.Namespace, given: dict[str, Any]) -> int:
     """Reorganize and save; 0, or 1 if no layer became smaller."""
     from crystallite.reorganization.rewrite import reorganize
 
-    model = open_dense(options.model, options.weights)
+    model = open_dense(options.model, options.weights, options.original)
     small = reorganize(model, progress=sys.stderr.isatty(), **given)
-    return _saved(options, model, small, given)
+    return _saved(options, model, {options.out: small}, given)
 
 
 def run_compress(options: argparse.Namespace, given: dict[str, Any]) -> int:
@@ -32,33 +32,46 @@ def run_compress(options: argparse.Namespace, given: dict[str, Any]) -> int:
     from crystallite.compression.compress import compress
 
     calibration = open_calibration(options, options.model, options.batch)
+    budgets = given.get("budget", [])
+    if len(budgets) == 1:
+        given = {**given, "budget": budgets[0]}
+    places = [options.out / f"{budget:g}" for budget in budgets] if len(budgets) > 1 else [options.out]
     if options.memory is not None:
-        return _layer_by_layer(options, given, calibration)
-    model = open_dense(options.model, options.weights)
-    small = compress(model, calibration, progress=sys.stderr.isatty(), **given)
-    return _saved(options, model, small, {**given, "calibration": ", ".join(map(str, options.calibration))})
+        return _layer_by_layer(options, given, calibration, places)
+    model = open_dense(options.model, options.weights, options.original)
+    found = compress(model, calibration, progress=sys.stderr.isatty(), **given)
+    results = dict(zip(places, found if len(places) > 1 else [found], strict=True))
+    return _saved(options, model, results, {**given, "calibration": ", ".join(map(str, options.calibration))})
 
 
-def _layer_by_layer(options: argparse.Namespace, given: dict[str, Any], calibration: Any) -> int:
+def _layer_by_layer(options: argparse.Namespace, given: dict[str, Any], calibration: Any, places: list[Path]) -> int:
     """Compress a folder that need not fit into memory."""
     from crystallite.compression.decoders.on_disk import compress_folder
 
     if not is_transformers_folder(Path(options.model)):
         raise InvalidOption(f"--memory: expected a transformers folder as MODEL, got {options.model}")
     shown = {"memory": options.memory, "progress": sys.stderr.isatty()}
-    result = compress_folder(options.model, calibration, options.out, **shown, **given)
-    end = f"Saved in {options.out}."
-    print_result(f"{result}\n\n{end}", {**result.to_json(), "out": str(options.out)}, options, options.model)
+    found = compress_folder(options.model, calibration, options.out, **shown, **given)
+    _print(options, dict(zip(places, found if len(places) > 1 else [found], strict=True)), places)
     return 0
 
 
-def _saved(options: argparse.Namespace, model: nn.Module, small: nn.Module, given: dict[str, Any]) -> int:
-    result = summary(small)
-    replaced = any(c.macs_after != c.macs_before for c in result.changes)
-    if replaced:
+def _saved(options: argparse.Namespace, model: nn.Module, results: dict[Path, nn.Module], given: dict[str, Any]) -> int:
+    summaries = {place: summary(small) for place, small in results.items()}
+    smaller = [place for place, found in summaries.items() if any(c.macs_after != c.macs_before for c in found.changes)]
+    for place in smaller:
         plain = {name: str(value) if isinstance(value, Path) else value for name, value in given.items()}
-        write_model(small, options.out, model, Path(options.model), plain)
-    end = f"Saved in {options.out}." if replaced else "Nothing saved: no layer became smaller."
-    plain_result = {**result.to_json(), "out": str(options.out) if replaced else None}
-    print_result(f"{result}\n\n{end}", plain_result, options, options.model)
-    return 0 if replaced else 1
+        write_model(results[place], place, model, Path(options.model), plain)
+    _print(options, summaries, smaller)
+    return 0 if smaller else 1
+
+
+def _print(options: argparse.Namespace, summaries: dict[Path, Summary], saved: list[Path]) -> None:
+    """Summaries, and where what they are of was saved; one alone is one object in JSON, too."""
+    ends = {
+        place: f"Saved in {place}." if place in saved else "Nothing saved: no layer became smaller."
+        for place in summaries
+    }
+    text = "\n\n".join(f"{found}\n\n{ends[place]}" for place, found in summaries.items())
+    plain = [{**found.to_json(), "out": str(p) if p in saved else None} for p, found in summaries.items()]
+    print_result(text, plain if len(plain) > 1 else plain[0], options, options.model)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from crystallite.cli.running import print_result
-from crystallite.core.errors import CheckpointError
+from crystallite.core.errors import CheckpointError, InvalidOption
 from crystallite.report.build import report
 
 __all__ = ["run"]
@@ -17,6 +17,14 @@ __all__ = ["run"]
 
 def run(options: argparse.Namespace, given: dict[str, Any]) -> int:
     """Write the page, and the figures if asked; 0."""
+    if options.out.exists() and not options.force:
+        raise InvalidOption(f"{options.out}: exists already; pass --force to replace it, or another name as --out")
+    if folders := given.pop("reorganized", None):
+        if len(folders) > 1 and "verdict" in given:
+            raise InvalidOption("--verdict: is that of one folder, but --reorganized names several")
+        given["reorganized"] = (
+            folders[0] if len(folders) == 1 else {Path(folder).resolve().name: folder for folder in folders}
+        )
     given |= {name: _read(given[name]) for name in ("verdict", "front") if name in given}
     made = report(options.source, options.out, progress=sys.stderr.isatty(), **given)
     figures = made.figures(options.figures, options.format) if options.figures else []

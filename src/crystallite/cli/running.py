@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from crystallite.data.files import read_data
+from crystallite.data.images import Images
 from crystallite.data.text import Texts
 from crystallite.models.opening import open_model
 from crystallite.reorganization.restore import restore
@@ -19,14 +20,14 @@ from crystallite.reorganization.restore import restore
 __all__ = ["open_calibration", "open_data", "open_dense", "print_result"]
 
 
-def open_dense(source: str, weights: Path | None) -> nn.Module:
+def open_dense(source: str, weights: Path | None, original: str | None = None) -> nn.Module:
     """The model that the command line names; a reorganized one with its layers dense again."""
-    model = open_model(source, weights)
+    model = open_model(source, weights, original)
     return restore(model) if hasattr(model, "reorganization") else model
 
 
 def open_data(options: argparse.Namespace, model: str, batch: int, name: str = "data") -> Iterable[Any]:
-    """The data that an option names; text is read with the tokenizer in the model's folder, and said how much it is."""
+    """The data that an option names; how much text or how many images is said."""
     return _said(read_data(getattr(options, name), batch, model, length=options.length))
 
 
@@ -37,7 +38,7 @@ def open_calibration(options: argparse.Namespace, model: str, batch: int) -> Ite
 
 
 def _said(data: Iterable[Any]) -> Iterable[Any]:
-    if isinstance(data, Texts):
+    if isinstance(data, (Texts, Images)):
         print(data, file=sys.stderr)
     return data
 

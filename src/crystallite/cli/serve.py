@@ -17,11 +17,14 @@ from crystallite.core.errors import CrystalliteError, InvalidOption
 from crystallite.models.opening import open_model
 from crystallite.serving.limits import Limits
 from crystallite.serving.listening import Listener
+from crystallite.serving.live_trial import TrialOptions
 from crystallite.serving.logs import log_json
 from crystallite.serving.model import name_of
 from crystallite.serving.plan import plan
 from crystallite.serving.ray_service import RayService
 from crystallite.serving.service import Service
+from crystallite.serving.usage import start_lines
+from crystallite.validation.rules import Rules
 
 __all__ = ["run"]
 
@@ -48,9 +51,12 @@ def run(options: argparse.Namespace, given: dict[str, Any]) -> int:
         given["shape"] = tuple(given["shape"])
     token = None if options.token_file is None else options.token_file.read_text().strip()
     tls = None if options.tls_cert is None else (options.tls_cert, options.tls_key)
-    if engine == "ray" and (tls is not None or "grpc_port" in listening or options.log):
-        speaks = "Ray's server speaks HTTP without TLS and keeps logs of its own"
-        raise InvalidOption(f"--engine ray: {speaks}; put a proxy in front of it")
+    hosts = given.pop("allow_hosts", ())
+    trial = _trial(options, given)
+    if trial is not None and engine == "ray":
+        raise InvalidOption("--trial: both systems run in one process; leave out --engine ray")
+    if engine == "ray" and (tls is not None or "grpc_port" in listening):
+        raise InvalidOption("--engine ray: Ray's server speaks HTTP without TLS; put a proxy in front of it")
     if options.log:
         log_json()
     signals: queue.SimpleQueue[int] = queue.SimpleQueue()
@@ -61,27 +67,46 @@ def run(options: argparse.Namespace, given: dict[str, Any]) -> int:
             service: Service | RayService
             if engine == "ray":
                 address = listening.get("host", "127.0.0.1"), listening.get("port", 8000), token
-                service = stack.enter_context(
-                    RayService.load(paths, into=into, limits=limits, address=address, **given)
-                )
+                more = {"allow_hosts": hosts, "log": options.log is not None, **given}
+                service = stack.enter_context(RayService.load(paths, into=into, limits=limits, address=address, **more))
                 url, grpc_target = service.url, None
             else:
-                service = stack.enter_context(Service.load(paths, into=into, limits=limits, **given))
-                listener = stack.enter_context(Listener(service, token=token, tls=tls, **listening))
+                service = stack.enter_context(Service.load(paths, into=into, limits=limits, trial=trial, **given))
+                listener = stack.enter_context(Listener(service, token=token, tls=tls, allow_hosts=hosts, **listening))
                 url, grpc_target = listener.url, listener.grpc_target
             for name, model in service.models.items():
                 print(f"{url}/v2/models/{name} {len(model.plan.pieces)} pieces, version {model.version}")
             if grpc_target is not None:
                 print(f"grpc://{grpc_target}")
-            sys.stdout.flush()
+            for name, model in service.models.items():
+                print(f"{name}:", *start_lines(model, url, token is not None), sep="\n")
+            print(f"try it: {url}/docs, metrics: {url}/metrics, description: {url}/openapi.json")
+            print("ready", flush=True)
             gc.collect()
             gc.freeze()  # a collection of all that torch brings takes a tenth of a second, in which nobody is answered
-            while signals.get() not in (signal.SIGTERM, signal.SIGINT):
+            while _next(signals) not in (signal.SIGTERM, signal.SIGINT):
                 _reload(service)
     finally:
         for kind, handler in previous.items():
             signal.signal(kind, handler)
     return 0
+
+
+def _trial(options: argparse.Namespace, given: dict[str, Any]) -> TrialOptions | None:
+    """What is tried, by which rules; takes their options out of those that were given."""
+    limits = {field.name: given.pop(field.name) for field in fields(Rules) if field.name in given}
+    more = {name: given.pop(name) for name in ("requests", "attach") if name in given}
+    if options.trial is None:
+        return None
+    return TrialOptions(open_model(options.trial, None).eval(), rules=Rules(max_drop=None, **limits), **more)
+
+
+def _next(signals: queue.SimpleQueue[int]) -> int:
+    """The next signal that asks for something new: several that ask for a reload are one."""
+    kind = signals.get()
+    while kind not in (signal.SIGTERM, signal.SIGINT) and not signals.empty():
+        kind = signals.get()
+    return kind
 
 
 def _reload(service: Service | RayService) -> None:

@@ -74,12 +74,13 @@ OUT = Option(
     must_be="new",
 )  # fmt: skip
 DATA = Option(
-    "data", "inputs to run the model on: .npz, .safetensors, or plain text; text files may be repeated", Path,
-    metavar="FILE", takes="repeated", own=True, required=True, must_be="there",
+    "data", "inputs to run the model on: .npz, .safetensors, plain text, or a folder of images; text files may be "
+    "repeated", Path, metavar="PATH", takes="repeated", own=True, required=True, must_be="readable",
 )  # fmt: skip
 CALIBRATION = replace(
     DATA, name="calibration",
-    help="inputs to fit to: .npz, .safetensors, or plain text; text files may be repeated, which mixes them",
+    help="inputs to fit to: .npz, .safetensors, plain text, or a folder of images; text files may be repeated, which "
+    "mixes them",
 )  # fmt: skip
 LENGTH = Option(
     "length", "tokens in a window of text (default: 512, or the most that the model takes)", int, metavar="N", own=True
@@ -117,7 +118,10 @@ ORIGINAL = Option(
     "original", "package.module:factory or file.py:factory, for a saved model with code of its own", metavar="MODEL",
     own=True,
 )  # fmt: skip
-SHAPE = Option("shape", "shape of one sample, where no first layer tells it", int, metavar="N", takes="many")
+SHAPE = Option(
+    "shape", "shape of one sample, where neither a recorded call nor a first layer tells it; -1 for any size", int,
+    metavar="N", takes="many",
+)  # fmt: skip
 CHECKPOINT_FILE = Option(
     "source", "safetensors, .pt/.pth/.bin, .npz, .onnx or .gguf file, or a Hugging Face model folder", metavar="PATH",
     takes="argument", own=True,
@@ -143,5 +147,6 @@ that code, which is yours: a file of weights alone does not say how a model comp
 DATA_NOTE = """\
 A file of arrays holds `inputs`, or the model's keyword arguments by name, and `labels` where they are needed; the first
 axis counts samples. Any other file is text in UTF-8: it is read with the tokenizer in the model's folder, for a causal
-language model as windows of --length tokens, for others paragraph by paragraph.
+language model as windows of --length tokens, for others paragraph by paragraph. A folder is one of images, prepared by
+the processor in the model's folder; without one, all of one size, as pixels from 0 to 1.
 """

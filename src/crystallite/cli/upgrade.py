@@ -55,7 +55,7 @@ def run(options: argparse.Namespace, given: dict[str, Any]) -> int:
     """Upgrade and save; 0."""
     if options.batch < 1:
         raise InvalidOption(f"--batch must be at least 1, got {options.batch}")
-    model = open_dense(options.model, options.weights)
+    model = open_dense(options.model, options.weights, options.original)
     if options.modules:
         given["modules"] = discover(model, open_data(options, options.model, options.batch))
     data, loss = _Shuffled(options), _LOSSES[options.loss]

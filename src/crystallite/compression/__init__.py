@@ -5,6 +5,7 @@ model, data/calibration.py: what is fitted on, what only judges
   └─ session.py        the model in segments (statistics/observer.py); what its layers read, write and add to a stream
        ├─ recurrent.py    recurrent networks as matrices that multiply rows
        ├─ experts.py      layers that only some positions reach
+       ├─ sample_check.py   enough data for every layer, or no work begins
        ├─ whole_cost.py, latency.py, int8_latency.py   what the model and its layers cost
        ├─ influence.py    which errors of a layer reach the outputs
        └─ statistics/moments.py → regression.py   sums over samples → the best dense layer, and what others lose

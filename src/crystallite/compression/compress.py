@@ -10,11 +10,14 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from crystallite.compression.decoders.in_memory import compress_decoder, small_layers
+from crystallite.compression.decoders.in_memory import compress_decoder
 from crystallite.compression.decoders.on_disk import FORMS
+from crystallite.compression.decoders.polish import polish_decoder_
 from crystallite.compression.decoders.run import DecoderOptions
 from crystallite.compression.guarantee import cheapest, check_tolerance, sample_losses, set_aside
 from crystallite.compression.model_fit import ModelFit, change_options_
+from crystallite.compression.sample_check import check_positions
+from crystallite.compression.whole_cost import budgets_of
 from crystallite.core.errors import InvalidOption
 from crystallite.core.suggest import check_choice, suggest_keywords
 from crystallite.data.batch import batches, evaluating
@@ -22,8 +25,8 @@ from crystallite.data.calibration import Calibration
 from crystallite.data.own_text import own_text as written_by
 from crystallite.data.own_text import taking_turns
 from crystallite.models.composites import collapse_
-from crystallite.models.familiarity import describe
-from crystallite.models.preparing import note_preparation_, prepared
+from crystallite.models.familiarity import describe, known_inputs
+from crystallite.models.preparing import note_call_, note_preparation_, prepared
 from crystallite.models.transformers_folder import write_config
 
 __all__ = ["compress"]
@@ -36,7 +39,7 @@ def compress(
     model: nn.Module,
     calibration: Any,
     *,
-    budget: float | None = None,
+    budget: float | Sequence[float] | None = None,
     blocks: int | None = None,
     joint: bool = False,
     tolerance: float | None = None,
@@ -52,7 +55,7 @@ def compress(
     targets: str | Sequence[str] = ("*",),
     ignore: str | Sequence[str] = (),
     progress: bool = False,
-) -> nn.Module:
+) -> Any:
     """A copy of the model whose layers are smaller operators that compute nearly the same.
 
     Error is measured on everything the model returns, of outputs called logits on the probabilities that a softmax
@@ -66,7 +69,8 @@ def compress(
             a weight is used in the first batch: a convolution's at every place. Layers that are left alone count too.
             Each linear layer, convolution or recurrent network becomes what does least damage: fewer hidden neurons or
             channels, fewer numbers in attention heads, two layers of low rank, blocks, or it stays dense; all are
-            ordinary small layers wherever possible. How much of a layer can go is judged by held-out samples.
+            ordinary small layers wherever possible. How much of a layer can go is judged by held-out samples. Several
+            budgets in a list give a list of models; what layers cost to make smaller is then measured once for all.
         blocks: instead of a budget, every linear layer as this many independent blocks.
         joint: with `blocks`, one partition through consecutive layers, so that they split into subnetworks.
         tolerance: instead of a budget, the cheapest one whose risk is at most this on data like the calibration data;
@@ -95,7 +99,7 @@ def compress(
         progress: a bar on standard error.
 
     Returns:
-        A model with the interface of the original and smaller layers.
+        A model with the interface of the original and smaller layers; with several budgets, a list of them.
 
     Raises:
         InvalidOption: an option outside the values it may take, options that do not go together, a pattern that matches
@@ -133,18 +137,29 @@ def compress(
     if tolerance is not None:
         data, aside = set_aside(data, seed)  # type: ignore[assignment]
     patterns = [(p,) if isinstance(p, str) else tuple(p) for p in (targets, ignore)]
-    if budget is not None and objective in ("macs", "parameters") and not polish_steps:
-        small = compress_decoder(model, data, DecoderOptions(budget, objective, form, ridge, seed, *patterns), progress)
-        if small is not None:
-            return _finished(small, model, notes, [*small_layers(small)], data)
+    if budget is not None and objective in ("macs", "parameters"):
+        asked = DecoderOptions(budgets_of(budget), objective, form, ridge, seed, *patterns)
+        decoders = compress_decoder(model, data, asked, progress)
+        if isinstance(decoders, str):
+            notes += (f"not fitted layer by layer: {decoders}",) if decoders else ()
+        else:
+            for share, small in zip(asked.budgets, decoders, strict=True) if polish_steps else ():
+                folder = None if checkpoint is None else Path(checkpoint) / f"budget-{share:g}"
+                done = polish_decoder_(small, model, data, asked, polish_steps, folder, progress)
+                change_options_(small, polish=done, held_out_error=done.after)
+                _describe_inputs_(small, [one.layer for one in known_inputs(small)], data)
+            found = [_finished(small, model, notes, data) for small in decoders]
+            return found if isinstance(budget, Sequence) else found[0]
     if form == "uniform":
         raise InvalidOption(
-            'form="uniform" is for decoders of language models, with budget= a share of "macs" or "parameters", and no '
-            f"polish_steps=; got a {type(model).__name__}"
+            'form="uniform" is for decoders of language models, with budget= a share of "macs" or "parameters"; '
+            f"got a {type(model).__name__}"
         )
     work = ModelFit.of(model, data, ridge, seed, targets, ignore, blocks is not None, objective, form, progress)
+    if not joint:
+        check_positions(work.session, data.fitted[0].first(2), blocks or 1)
     if blocks is None:
-        work.cost.check(budget)
+        work.cost.check(None if budget is None else min(budgets_of(budget)))
 
     def polished(result: nn.Module, name: str) -> nn.Module:
         if polish_steps:
@@ -152,9 +167,10 @@ def compress(
         return result
 
     if blocks is not None:
-        result = polished(work.in_blocks(blocks, joint), f"blocks-{blocks}")
+        results = [polished(work.in_blocks(blocks, joint), f"blocks-{blocks}")]
     elif budget is not None:
-        result = polished(work.in_budget(budget), f"budget-{budget:g}")
+        work.allocate(min(budgets_of(budget)))  # refused before any is fitted
+        results = [polished(work.in_budget(share), f"budget-{share:g}") for share in budgets_of(budget)]
     else:
         assert tolerance is not None
 
@@ -168,30 +184,38 @@ def compress(
 
         result, guarantee = cheapest(candidate, losses, tolerance, confidence, risk)
         change_options_(result, guarantee=guarantee)
-    return _finished(collapse_(result), model, notes, list(work.session.units), data)
+        results = [result]
+    results = [collapse_(each) for each in results]
+    for result in results:
+        _describe_inputs_(result, list(work.session.units), data)
+    found = [_finished(result, model, notes, data) for result in results]
+    return found if isinstance(budget, Sequence) else found[0]
 
 
-def _finished(
-    result: nn.Module, model: nn.Module, notes: tuple[str, ...], layers: list[str], data: Calibration
-) -> nn.Module:
-    """The result with all that its record and config should say."""
+def _describe_inputs_(result: nn.Module, layers: list[str], data: Calibration) -> None:
+    """Write into the record what the layers read."""
     with evaluating(result):
         change_options_(result, inputs=describe(result, layers, data.fitted, data.held_out))
+
+
+def _finished(result: nn.Module, model: nn.Module, notes: tuple[str, ...], data: Calibration) -> nn.Module:
+    """The result with all that its record and config should say."""
     note_preparation_(result, notes)
+    note_call_(result, (batch.arguments for batch in data.fitted))
     write_config(result, model)
     return result
 
 
 def _check(
-    budget: float | None, blocks: int | None, joint: bool, tolerance: float | None, objective: str, form: str,
-    own_text: int, ridge: float, polish_steps: int, checkpoint: Any,
+    budget: float | Sequence[float] | None, blocks: int | None, joint: bool, tolerance: float | None, objective: str,
+    form: str, own_text: int, ridge: float, polish_steps: int, checkpoint: Any,
 ) -> None:  # fmt: skip
     given = {"budget": budget, "blocks": blocks, "tolerance": tolerance}
     if sum(value is not None for value in given.values()) != 1:
         came = ", ".join(f"{name}={value}" for name, value in given.items() if value is not None) or "none of them"
         raise InvalidOption(f"pass either budget= or blocks= or tolerance=, got {came}")
-    if budget is not None and not 0 < budget <= 1:
-        raise InvalidOption(f"budget: expected a share of multiply-adds above 0 and up to 1, got {budget!r}")
+    if budget is not None:
+        budgets_of(budget)
     if blocks is not None and (isinstance(blocks, bool) or not isinstance(blocks, int) or blocks < 2):
         raise InvalidOption(f"blocks: expected an integer of at least 2, got {blocks!r}")
     if joint and blocks is None:

@@ -19,7 +19,7 @@ from crystallite.models.record import TOO_FEW
 from crystallite.operators.experts import Experts
 from crystallite.statistics.layer_io import call_counts, matrix_of, row_counts
 
-__all__ = ["Reach", "Routes", "routing", "run_alike"]
+__all__ = ["Reach", "Routes", "expert_of", "routing", "run_alike"]
 
 Routes = dict[str, tuple[Tensor, Tensor]]  # experts → which of them each token is sent to, and what they count
 _ARGUMENTS = ("hidden_states", "top_k_index", "top_k_weights")
@@ -45,7 +45,7 @@ class Reach:
         Other layers are counted on the first batch: some may run once for all of it. Cost: a run of the model over the
         data where there are experts.
         """
-        stacked = {name: _expert_of(name, model) for name in units}
+        stacked = {name: expert_of(name, model) for name in units}
         experts = {name: expert for name, expert in stacked.items() if expert}
         linear = [name for name, unit in units.items() if unit.kind == "linear" and name not in experts]
         loose = _routed_in_lists(model, linear, data)
@@ -78,7 +78,7 @@ class Reach:
         return cls(data.fitted[best] if loose else example, frozenset(loose), counts, reasons)
 
 
-def _expert_of(name: str, model: nn.Module) -> str:
+def expert_of(name: str, model: nn.Module) -> str:
     """The expert of an `Experts` that a layer is in, or an empty string."""
     parts = name.split(".")
     for depth in range(len(parts)):

@@ -25,12 +25,13 @@ _DRAWS = 8  # of signs for each output, at most
 _LEAST = 1e-2  # what any direction is taken to matter, as a share of the mean
 
 
-def influence(session: Session, progress: bool = False) -> dict[str, Tensor]:
+def influence(session: Session, progress: bool = False, least: float = _LEAST) -> dict[str, Tensor]:
     """For each layer a matrix L (outputs, outputs): an error e of what it writes adds ‖Lᵀe‖² to the output error.
 
     LLᵀ is the mean of ggᵀ over rows, where g is the gradient of a sum of the model's outputs with random signs: on
     average over the signs, gᵀe is what e adds to the outputs, to first order. Layers that no gradient reaches are left
     out; so are convolutions, and layers that write more than they read, for which this would cost more than it gains.
+    least: what a direction is taken to matter that none of these gradients has, as a share of the mean.
     Cost: gradients through the model for up to 2,048 samples.
     """
     names = [name for name, unit in session.units.items() if _can_be_weighed(unit.module, name in session.uncut)]
@@ -42,7 +43,7 @@ def influence(session: Session, progress: bool = False) -> dict[str, Tensor]:
         samples += batch.size
         for name, rows in _gradients(session.dense, names, batch, rng, _SAMPLES * batch.size / known).items():
             sums[name] = sums.get(name, 0) + (rows.T @ rows).double()
-    return {name: _root(total) for name, total in sums.items() if float(total.trace()) > 0}
+    return {name: _root(total, least) for name, total in sums.items() if float(total.trace()) > 0}
 
 
 def _can_be_weighed(module: nn.Module, recurrent: bool) -> bool:
@@ -50,9 +51,9 @@ def _can_be_weighed(module: nn.Module, recurrent: bool) -> bool:
     return recurrent or (not isinstance(module, Convolution) and outputs <= inputs)
 
 
-def _root(total: Tensor) -> Tensor:
+def _root(total: Tensor, least: float) -> Tensor:
     scaled = total / total.diagonal().mean()
-    scaled.diagonal().add_(_LEAST)
+    scaled.diagonal().add_(least)
     return torch.linalg.cholesky(scaled)
 
 

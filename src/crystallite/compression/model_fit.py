@@ -14,12 +14,13 @@ from torch import nn
 from crystallite.compression.allocation import Allocation, LayerCurve, NeuronCurve, Price, allocate, parameters
 from crystallite.compression.assembling import Chooser, assembled, operator_records, sensitive, size_of, unfit
 from crystallite.compression.experts import Reach, run_alike
+from crystallite.compression.influence import influence
 from crystallite.compression.int8_latency import Int8Latency
 from crystallite.compression.joint import fit_jointly
 from crystallite.compression.latency import Latency
 from crystallite.compression.operator_specs import FittedOperator, OperatorSpec
 from crystallite.compression.partitions import best_cells
-from crystallite.compression.polish import polish_
+from crystallite.compression.polish import WholeOutputs, polish_, polish_checkpoints
 from crystallite.compression.probing import probe
 from crystallite.compression.pruning import Prunable, find_prunable_with_experts
 from crystallite.compression.recurrent import ExpandedLayer, collapse_recurrent, expand_recurrent, inner_units
@@ -35,7 +36,6 @@ from crystallite.graph.neuron_groups import NeuronGroup
 from crystallite.models.composites import expand_, expanded
 from crystallite.models.experts import units_and_experts
 from crystallite.models.layers import Unit, change, left_alone
-from crystallite.models.manifest import source_sha256
 from crystallite.models.record import (
     CompressedOptions,
     LayerChange,
@@ -46,7 +46,6 @@ from crystallite.models.record import (
     set_record_,
 )
 from crystallite.reorganization.blocks import in_blocks
-from crystallite.statistics.checkpoints import Checkpoints
 from crystallite.statistics.layer_io import set_layer_
 from crystallite.statistics.observer import ForwardPlan
 from crystallite.statistics.output_error import mean_output_error
@@ -56,6 +55,7 @@ __all__ = ["ModelFit", "change_options_"]
 
 _NOT_RUN = "it does not run on the calibration data"
 _NOT_CALLED = "the model's code multiplies its weight itself, without calling it"
+_LEAST_IN_BLOCKS = 0.5  # `influence` that all directions have: large changes of a layer change its gradients
 _LESS = 0.995  # of the share allotted before, where the result was above the budget
 
 
@@ -207,6 +207,7 @@ class ModelFit:
     def in_blocks(self, blocks: int, joint: bool) -> nn.Module:
         """The model in blocks."""
         session = self.session
+        session.output_factors.update(influence(session, self.progress, _LEAST_IN_BLOCKS))
         arguments = session.data.fitted[0].first(2).arguments
         if joint:
             operators = fit_jointly(session, blocks, arguments, self.progress)
@@ -260,18 +261,10 @@ class ModelFit:
 
     def polish_(self, result: nn.Module, steps: int, folder: Path | None) -> None:
         """Train the result inside its structure, and say so in its record."""
-        session, options = self.session, vars(record(result).options)
-        checkpoints = None
-        if folder is not None:
-            run_identity = {
-                "model": source_sha256(self.model),
-                "steps": steps,
-                "samples": [b.size for b in (*session.data.all, *session.data.more)],
-            }
-            run_identity |= {name: options[name] for name in ("budget", "blocks", "joint", "ridge", "seed")}
-            run_identity["shapes"] = {name: list(p.shape) for name, p in result.named_parameters()}
-            checkpoints = Checkpoints(folder, run_identity)
-        done = polish_(result, session.dense, self.parts, session.data, steps, session.seed, checkpoints, self.progress)
+        session = self.session
+        checkpoints = None if folder is None else polish_checkpoints(folder, self.model, result, session.data, steps)
+        compared = WholeOutputs(result, session.dense)
+        done = polish_(result, compared, self.parts, session.data, steps, session.seed, checkpoints, self.progress)
         change_options_(result, polish=done, held_out_error=done.after)
 
 

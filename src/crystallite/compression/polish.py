@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
 from crystallite.core.errors import InvalidOption
-from crystallite.data.batch import evaluating
+from crystallite.data.batch import Batch, evaluating
 from crystallite.data.calibration import Calibration
-from crystallite.models.record import Polish
+from crystallite.models.manifest import source_sha256
+from crystallite.models.record import Polish, record
 from crystallite.statistics.checkpoints import Checkpoints
 from crystallite.statistics.output_error import mean_output_error, output_error
 from crystallite.statistics.trainer import Trainer
 
-__all__ = ["polish_"]
+__all__ = ["Comparison", "WholeOutputs", "polish_", "polish_checkpoints"]
 
 _BATCH = 32  # samples of a step
 _RATE = 1e-3  # at the top of the schedule, where weights read up to 160 inputs; lower in proportion to more
@@ -26,9 +30,42 @@ _EVALUATIONS = 10  # of the held-out error
 _PATIENCE = 7  # evaluations without a better one after which training ends: a high rate does harm before it helps
 
 
+class Comparison(Protocol):
+    """How what a model returns is compared with what the dense one does."""
+
+    def samples(self, batch: Batch) -> int:
+        """Of a step that takes them from this batch."""
+        ...
+
+    def errors(self, batch: Batch) -> Iterator[Tensor]:
+        """What adds up to the error of a batch, with gradients; each is taken back before the next is computed."""
+        ...
+
+    def mean_error(self, batches: Sequence[Batch]) -> float:
+        """On average over some batches."""
+        ...
+
+
+@dataclass(frozen=True)
+class WholeOutputs:
+    """All that both models return for a batch, at once."""
+
+    model: nn.Module
+    dense: nn.Module
+
+    def samples(self, batch: Batch) -> int:
+        return _BATCH
+
+    def errors(self, batch: Batch) -> Iterator[Tensor]:
+        yield output_error(batch.run(self.model, gradients=True), batch.run(self.dense), batch)
+
+    def mean_error(self, batches: Sequence[Batch]) -> float:
+        return mean_output_error(self.model, self.dense, batches)
+
+
 def polish_(
     model: nn.Module,
-    dense: nn.Module,
+    compared: Comparison,
     layers: Collection[str],
     data: Calibration,
     steps: int,
@@ -46,7 +83,7 @@ def polish_(
     would have had.
     """
     with torch.random.fork_rng(devices=[]), evaluating(model), _trained(model, layers) as parameters:
-        work = _Polishing(model, dense, parameters, data, steps, seed, checkpoints)
+        work = _Polishing(compared, parameters, data, steps, seed, checkpoints)
         trainer, every = work.trainer, max(1, steps // _EVALUATIONS)
         if not work.history:
             work.evaluate()
@@ -63,6 +100,17 @@ def polish_(
                 parameter.copy_(work.best[name])
     errors = [error for _, error in work.history]
     return Polish(trainer.step, errors[0], min(errors), tuple((step, error) for step, error in work.history))
+
+
+def polish_checkpoints(folder: Path, model: nn.Module, result: nn.Module, data: Calibration, steps: int) -> Checkpoints:
+    """Where the state of polishing a result is kept; that of another run is refused."""
+    options = vars(record(result).options)
+    run_identity = {
+        "model": source_sha256(model), "steps": steps, "samples": [b.size for b in (*data.all, *data.more)],
+        **{name: options[name] for name in ("budget", "blocks", "joint", "ridge", "seed")},
+        "shapes": {name: list(p.shape) for name, p in result.named_parameters()},
+    }  # fmt: skip
+    return Checkpoints(folder, run_identity)
 
 
 @contextmanager
@@ -91,10 +139,10 @@ class _Polishing:
     """The model while it is trained, and the best state so far."""
 
     def __init__(
-        self, model: nn.Module, dense: nn.Module, parameters: Mapping[str, nn.Parameter], data: Calibration,
-        steps: int, seed: int, checkpoints: Checkpoints | None,
+        self, compared: Comparison, parameters: Mapping[str, nn.Parameter], data: Calibration, steps: int, seed: int,
+        checkpoints: Checkpoints | None,
     ) -> None:  # fmt: skip
-        self.model, self.dense, self.parameters, self.seed = model, dense, parameters, seed
+        self.compared, self.parameters, self.seed = compared, parameters, seed
         self.batches, self.held_out = data.fitted + data.more, data.held_out
         self.best = {name: p.detach().clone() for name, p in parameters.items()}
         values: dict[str, Tensor] = {f"model.{name}": p for name, p in parameters.items()}
@@ -119,14 +167,14 @@ class _Polishing:
         rng = torch.Generator().manual_seed(self.seed * 1_000_003 + self.trainer.step)
         sizes = torch.tensor([float(batch.size) for batch in self.batches])
         batch = self.batches[int(torch.multinomial(sizes, 1, generator=rng))]
-        start = int(torch.randint(max(batch.size - _BATCH, 0) + 1, (1,), generator=rng))
-        some = batch.slice(start, start + _BATCH)
-        self.trainer.descend(output_error(some.run(self.model, gradients=True), some.run(self.dense), some))
+        samples = self.compared.samples(batch)
+        start = int(torch.randint(max(batch.size - samples, 0) + 1, (1,), generator=rng))
+        self.trainer.descend(self.compared.errors(batch.slice(start, start + samples)))
 
     @torch.no_grad()
     def evaluate(self) -> None:
         """Compare the state with the best one so far."""
-        self.history.append((self.trainer.step, mean_output_error(self.model, self.dense, self.held_out)))
+        self.history.append((self.trainer.step, self.compared.mean_error(self.held_out)))
         if self.idle == 0:
             for name, value in self.best.items():
                 value.copy_(self.parameters[name])

@@ -110,7 +110,7 @@ def _target(outputs: Tensor, residual: Tensor | None, found: Seen | None) -> Ten
 def fitted_operator(regression: Regression, spec: OperatorSpec) -> FittedOperator:
     """The best operator of a spec."""
     if spec.blocks:
-        weight, up, down = approximate(regression.own, regression.metric, spec)
+        weight, up, down = approximate(regression.own, regression.metric, spec, regression.output_metric)
         whitened = regression.whiten(weight)
         return FittedOperator(
             spec, weight, regression.unwhiten(regression.bias(whitened)), regression.error(whitened), up, down

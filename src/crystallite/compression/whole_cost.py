@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 
 from torch import nn
 
@@ -12,10 +13,25 @@ from crystallite.compression.allocation import LayerCurve, NeuronCurve
 from crystallite.core.errors import CrystalliteWarning, InvalidOption
 from crystallite.models.layers import Unit
 
-__all__ = ["NOT_ASKED", "WholeCost"]
+__all__ = ["NOT_ASKED", "WholeCost", "budgets_of"]
 
 NOT_ASKED = "not asked for by targets= and ignore="
 _COUNTED = {"macs": "multiply-adds", "parameters": "parameters"}
+
+
+def budgets_of(budget: float | Sequence[float]) -> tuple[float, ...]:
+    """The budgets that were asked for, one or several.
+
+    >>> budgets_of(0.5), budgets_of([0.9, 0.8])
+    ((0.5,), (0.9, 0.8))
+    """
+    found = tuple(budget) if isinstance(budget, Sequence) else (budget,)
+    for share in found:
+        if not isinstance(share, Real) or not 0 < share <= 1:
+            raise InvalidOption(f"budget: expected a share of the model's cost above 0 and up to 1, got {share!r}")
+    if not found or len({f"{share:g}" for share in found}) < len(found):
+        raise InvalidOption(f"budget: expected shares that differ in their first six digits, got {budget!r:.200}")
+    return found
 
 
 @dataclass(frozen=True)

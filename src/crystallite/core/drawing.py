@@ -8,7 +8,8 @@ import itertools
 import os
 import struct
 import zlib
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import numpy as np
 from crystallite.core.errors import InvalidOption
 from crystallite.core.files import write_file
 
-__all__ = ["PALETTE", "SERIES", "Box", "Dot", "Drawing", "Label", "Line", "Raster", "Shape"]
+__all__ = ["PALETTE", "SERIES", "Box", "Dot", "Drawing", "Label", "Line", "Raster", "Shape", "side_by_side"]
 
 # The page has these colours as CSS variables, darker or lighter with the reader's scheme; figures for papers have them
 # as they are here.
@@ -160,6 +161,29 @@ class Drawing:
 
     def __repr__(self) -> str:
         return f"Drawing({self.width}×{self.height}: {self.description})"
+
+
+def side_by_side(drawings: Sequence[Drawing], across: int = 3) -> Drawing:
+    """One drawing of several, so many in a line.
+
+    >>> side_by_side([Drawing(20, 10, "a", (Dot(5, 5, 2),)), Drawing(20, 10, "b", ())])
+    Drawing(40×10: a b)
+    """
+    shapes: list[Shape] = []
+    width = top = 0
+    for start in range(0, len(drawings), across):
+        line, left = drawings[start : start + across], 0
+        for drawing in line:
+            shapes += [_moved(shape, left, top) for shape in drawing.shapes]
+            left += drawing.width
+        width, top = max(width, left), top + max(drawing.height for drawing in line)
+    return Drawing(width, top, " ".join(drawing.description for drawing in drawings), tuple(shapes))
+
+
+def _moved(shape: Shape, right: float, down: float) -> Shape:
+    if isinstance(shape, Line):
+        return replace(shape, points=tuple((x + right, y + down) for x, y in shape.points))
+    return replace(shape, x=shape.x + right, y=shape.y + down)
 
 
 def _svg(shape: Shape, page: bool) -> str:

@@ -7,13 +7,14 @@ import shutil
 import sys
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from html import escape
 from typing import Any
 
 import numpy as np
 
 from crystallite.core.errors import InvalidOption
 
-__all__ = ["Table", "by_expert", "span", "terminal_width", "text_table"]
+__all__ = ["Table", "by_expert", "html_table", "html_text", "span", "terminal_width", "text_table"]
 
 _LEAST = 12  # characters of a name or a text that gives way
 _EXPERT = re.compile(r"(.*\bexperts)(?:\.(\d+)((?:\.[^\[\]]*)?)|(\.[^\[\]]+)\[(\d+)\])")  # experts.3.up, experts.up[3]
@@ -89,6 +90,31 @@ def text_table(rows: Sequence[Sequence[str]], width: int | None = None, left: Co
     elif excess:
         widths[0] = max(widths[0] - excess, _LEAST)
     return [_line(row, widths, left) for row in rows]
+
+
+def html_table(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> str:
+    """The same as HTML, for notebooks; the first row is the heading.
+
+    >>> html_table([["<a>"]])
+    '<table><thead><tr><th style="text-align: left">&lt;a&gt;</th></tr></thead><tbody></tbody></table>'
+    """
+
+    def line(cells: Sequence[str], kind: str) -> str:
+        sides = ("left" if place in left else "right" for place in range(len(cells)))
+        shown = zip(cells, sides, strict=True)
+        return "".join(f'<{kind} style="text-align: {side}">{escape(cell)}</{kind}>' for cell, side in shown)
+
+    body = "".join(f"<tr>{line(row, 'td')}</tr>" for row in rows[1:])
+    return f"<table><thead><tr>{line(rows[0], 'th')}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def html_text(text: str, style: str = "") -> str:
+    """Lines of text as HTML, for notebooks, whose own style sheets may take the fixed width from a plain <pre>.
+
+    >>> html_text("a  <b>")
+    '<pre style="font-family: monospace; ">a  &lt;b&gt;</pre>'
+    """
+    return f'<pre style="font-family: monospace; {style}">{escape(text)}</pre>'
 
 
 def by_expert(names: Sequence[str]) -> list[tuple[str, list[int]]]:

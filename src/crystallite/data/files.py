@@ -1,4 +1,4 @@
-"""Calibration and test data from files: arrays, or plain text and the tokenizer of the model."""
+"""Calibration and test data from files: arrays, plain text and the tokenizer of the model, or a folder of images."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from crystallite.core.errors import CheckpointError, InvalidOption
+from crystallite.data.images import has_processor, images
 from crystallite.data.text import texts
 
 __all__ = ["read_data"]
@@ -30,13 +31,20 @@ def read_data(
     tokens: int | None = None,
     least: int = 1,
 ) -> Iterable[Any]:
-    """The batches of a file of arrays (`inputs`, or keyword arguments by name, and `labels` if any), or of text files.
+    """The batches of a file of arrays (`inputs`, or keyword arguments by name, and `labels` if any), of text files, or
+    of a folder of images.
 
-    model: the folder with the tokenizer that text is read with. length, tokens, least: of text, as for `texts`.
+    model: the folder with the tokenizer that text is read with, or the processor that prepares images. length, tokens,
+    least: of text, as for `texts`.
     """
     if batch < 1:
         raise InvalidOption(f"--batch must be at least 1, got {batch}")
     files = [paths] if isinstance(paths, Path) else list(paths)
+    if folders := [path for path in files if path.is_dir()]:
+        if len(files) > 1 or length is not None:
+            given = "--length" if length is not None else f"{len(files)} paths"
+            raise InvalidOption(f"{folders[0]}: expected one folder of images and nothing beside it, got {given}")
+        return images(folders[0], model if has_processor(model) else None, batch=batch, least=least)
     arrays = [path for path in files if path.suffix in _ARRAYS or _holds_arrays(path)]
     if not arrays:
         return texts(files, Path(model), length=length, tokens=tokens, batch=batch, least=least)

@@ -18,7 +18,7 @@ from torch import Tensor
 from crystallite.core.errors import CheckpointError, InvalidOption
 from crystallite.core.suggest import suggest_keywords
 
-__all__ = ["Texts", "texts"]
+__all__ = ["Texts", "has_tokenizer", "open_tokenizer", "texts"]
 
 _LENGTH = 512
 _AT_ONCE = 2**12  # tokens in a batch: bounds the memory that logits take
@@ -102,7 +102,7 @@ def texts(
     for name, value in (("batch", batch), ("length", length), ("tokens", tokens)):
         if value is not None and value < (2 if name == "length" else 1):
             raise InvalidOption(f"{name} must be at least {2 if name == 'length' else 1}, got {value}")
-    coder, most, causal = _opened(tokenizer)
+    coder, most, causal = open_tokenizer(tokenizer)
     if length is not None and most is not None and length > most:
         raise InvalidOption(f"length: the model takes at most {most} tokens, got {length}")
     size = length or min(_LENGTH, most or _LENGTH)
@@ -175,8 +175,16 @@ def _decoded(found: bytes, path: Path) -> str:
     return text
 
 
-def _opened(tokenizer: Any) -> tuple[Any, int | None, bool]:
-    """A tokenizer, the most tokens that its model takes, and whether that is a causal language model."""
+def has_tokenizer(folder: Path) -> bool:
+    """Whether the files of a tokenizer lie in a folder."""
+    return any((folder / name).is_file() for name in _TOKENIZERS)
+
+
+def open_tokenizer(tokenizer: Any) -> tuple[Any, int | None, bool]:
+    """A tokenizer, the most tokens that its model takes, and whether that is a causal language model.
+
+    tokenizer: a folder, a .gguf file, or a tokenizer that is open already.
+    """
     if not isinstance(tokenizer, (str, os.PathLike)):
         if not callable(tokenizer):
             raise InvalidOption(f"tokenizer: expected a folder or a tokenizer, got {type(tokenizer).__name__}")
@@ -191,7 +199,7 @@ def _opened(tokenizer: Any) -> tuple[Any, int | None, bool]:
             f"{place}: text needs a tokenizer, which only a transformers folder or a .gguf file has; give token ids in "
             ".npz or .safetensors instead"
         )
-    elif not any((place / name).is_file() for name in _TOKENIZERS):
+    elif not has_tokenizer(place):
         raise InvalidOption(
             f"{place}: there is no tokenizer in this folder ({', '.join(_TOKENIZERS[:3])}, …); copy the files of the "
             "model's tokenizer into it, or give token ids in .npz or .safetensors"

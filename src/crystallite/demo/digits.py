@@ -62,9 +62,9 @@ def run(out: Path) -> None:
     print(f"{summary(small)}\n")
 
     print("5. Each beside the original on the same images, which none has seen\n")
-    verdicts = {}
+    verdicts, models = {}, {"fitted": fitted, "in-blocks": small}
     judged = list(zip(*(part.split(100) for part in test), strict=True))
-    for name, model in (("fitted", fitted), ("in-blocks", small)):
+    for name, model in models.items():
         verdicts[name] = validate(
             dense, model.eval(), judged, "accuracy",
             max_drop=0.03, min_agreement=0.9, max_relative_deviation=None, layers=False,
@@ -84,13 +84,14 @@ def run(out: Path) -> None:
     beside = {"in-blocks": small}
     rows = compare(dense, fitted, judged, "accuracy", calibration=train[0], methods=others, beside=beside)
     print(f"{table(rows)}\n")
-    page, verdict = out / "report.html", verdicts["in-blocks"]
+    page = out / "report.html"
     report(
-        weights, page, reorganized=small, verdict=verdict, sweep=levels, front=[row.to_json() for row in rows],
+        weights, page, reorganized=models, verdict=verdicts, sweep=levels, front=[row.to_json() for row in rows],
         title="Handwritten digits", null="init",
     )  # fmt: skip
     _table(verdicts, {row.name: row for row in rows})
     print(f"\nWritten: {weights}, {', '.join(str(out / f'digits-{name}') for name in verdicts)}\nReport:  {page}")
+    print(f"Next:    crystallite serve {out / 'digits-fitted'}")
 
 
 def _digits() -> tuple[tuple[Tensor, Tensor], ...]:

@@ -12,6 +12,7 @@ report and serve, and whoever has code for transformers needs no other. A block 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import importlib.metadata
 import os
 from collections.abc import Mapping
@@ -41,6 +42,7 @@ from crystallite.models.manifest import (
 )
 from crystallite.models.preparing import prepared
 from crystallite.models.record import ExactOptions, Record, find_record, set_record_
+from crystallite.models.recorded_call import recorded_call
 from crystallite.models.transformers_folder import described_in_config, write_config, write_pretrained
 from crystallite.models.transformers_opening import open_pretrained
 from crystallite.weights.checkpoint import Checkpoint, open_checkpoint
@@ -57,6 +59,7 @@ def save(
     source: nn.Module | Mapping[str, Any] | str | os.PathLike[str] | None = None,
     metadata: dict[str, Any] | None = None,
     files: str | os.PathLike[str] | None = None,
+    example: Any = None,
 ) -> Path:
     """Write a reorganized model to a new folder, all of it or nothing; returns the folder.
 
@@ -69,6 +72,8 @@ def save(
         metadata: plain JSON values that are kept in the manifest.
         files: the folder of the transformers model it was made from, of which all but the weights is copied: the
             tokenizer, and whatever else lies there.
+        example: inputs that the model takes (a tensor, a tuple or a dict), whose names, kinds and shapes are kept, so
+            that a service knows them; `compress` and `upgrade` have kept those of their data already.
 
     Returns:
         The folder.
@@ -82,6 +87,13 @@ def save(
         raise InvalidOption(f"{target}: exists already; choose another name or remove it")
     model, _ = prepared(model)
     record = find_record(model) or Record(ExactOptions())
+    if example is not None:
+        call = recorded_call(model, [example])
+        if call is None:
+            raise InvalidOption(
+                "example: expected tensors whose first axis counts samples, named as the model names them"
+            )
+        record = dataclasses.replace(record, call=call)
     if record.method != "compressed" and not any(type(module) in OPERATORS.values() for module in model.modules()):
         raise InvalidOption("this model holds no reorganized layer; save it with safetensors or torch instead")
     in_config = described_in_config(model)
@@ -173,7 +185,10 @@ def _opened(folder: Path, into: nn.Module | None, mapped: bool) -> nn.Module:
     if "" in manifest["modules"]:
         model = build(manifest["modules"][""], folder / MANIFEST)
     elif into is None:
-        raise InvalidOption(f"{folder}: this model has code of its own; pass into= an instance of the original")
+        raise InvalidOption(
+            f"{folder}: this model has code of its own; pass into= an instance of the original, or on the command line "
+            "--original package.module:factory"
+        )
     else:
         model = without_weights(into)
         replace(model, manifest["modules"], folder / MANIFEST)

@@ -18,7 +18,17 @@ from crystallite.models.record import CompressedOptions, Familiar, find_record
 from crystallite.operators.conv import BlockConv, Convolution
 from crystallite.operators.low_rank import LowRankConv
 
-__all__ = ["Unfamiliar", "describe", "known_inputs", "score_always_", "scoring", "unfamiliar"]
+__all__ = [
+    "Readings",
+    "Unfamiliar",
+    "chosen_of",
+    "describe",
+    "known_inputs",
+    "known_of",
+    "score_always_",
+    "scoring",
+    "unfamiliar",
+]
 
 _LAYERS = 4  # that are looked at, from the first to the last
 _DIRECTIONS = 32  # in which what a layer reads is looked at
@@ -84,19 +94,16 @@ def describe(
     True
     """
     present = [name for name in names if name in dict(model.named_modules())]
-    spread = range(_LAYERS if present else 0)
-    chosen = list(dict.fromkeys(present[round(i * (len(present) - 1) / (_LAYERS - 1))] for i in spread))
-    sums: dict[str, list[Any]] = {name: [0, 0.0, 0.0] for name in chosen}
+    found = {present[i]: Readings(present[i]) for i in chosen_of(len(present))}
 
     def add(read: dict[str, _Read]) -> None:
         for name, each in read.items():
-            rows, total = each.sums[each.real].double(), sums[name]
-            total[:] = total[0] + len(rows), total[1] + rows.sum(0), total[2] + rows.T @ rows
+            found[name].add(each, held_out=False)
 
-    with _reading(model, list(sums), add):
+    with _reading(model, list(found), add):
         for batch in fitted:
             batch.run(model)
-    known = tuple(_familiar(name, *found) for name, found in sums.items() if found[0])
+    known = [each.familiar for each in found.values() if each.count]
     distances = [_Distance.of(one) for one in known]
     scores: list[Tensor] = []  # (layers, samples)
 
@@ -107,9 +114,73 @@ def describe(
     with _reading(model, [one.layer for one in known], judge):
         for batch in held_out:
             batch.run(model)
+    return _with_usual(known, scores)
+
+
+def chosen_of(count: int) -> list[int]:
+    """Which of so many layers are looked at.
+
+    >>> chosen_of(30), chosen_of(2), chosen_of(0)
+    ([0, 10, 19, 29], [0, 1], [])
+    """
+    return list(dict.fromkeys(round(i * (count - 1) / (_LAYERS - 1)) for i in range(_LAYERS if count else 0)))
+
+
+class Readings:
+    """What one layer read, for whoever sees it without running the whole model; `known_of` makes use of it."""
+
+    def __init__(self, layer: str) -> None:
+        self.layer, self.count = layer, 0
+        self.total = self.squares = torch.zeros((), dtype=torch.float64)
+        self.held: list[_Read] = []
+
+    def see(self, module: nn.Module, value: Tensor, samples: int, mask: Tensor | None, held_out: bool) -> None:
+        """Take in what the layer read of a batch; mask: (samples, positions), 0 at padding."""
+        self.add(_by_sample(module, value, samples, mask), held_out)
+
+    def add(self, read: _Read, held_out: bool) -> None:
+        if held_out:
+            self.held.append(read)
+            return
+        rows = read.sums[read.real].double()
+        self.count, self.total, self.squares = (
+            self.count + len(rows), self.total + rows.sum(0), self.squares + rows.T @ rows,
+        )  # fmt: skip
+
+    @property
+    def familiar(self) -> Familiar:
+        return _familiar(self.layer, self.count, self.total, self.squares)
+
+    def to_tensors(self) -> dict[str, Tensor]:
+        found = {"count": torch.tensor(self.count), "total": self.total, "squares": self.squares}
+        for number, read in enumerate(self.held):
+            found |= {f"sums {number}": read.sums, f"real {number}": read.real}
+        return found
+
+    @classmethod
+    def from_tensors(cls, layer: str, tensors: dict[str, Tensor]) -> Readings:
+        found = cls(layer)
+        found.count, found.total, found.squares = int(tensors["count"]), tensors["total"], tensors["squares"]
+        numbers = range(sum(name.startswith("sums ") for name in tensors))
+        found.held = [_Read(tensors[f"sums {number}"], tensors[f"real {number}"]) for number in numbers]
+        return found
+
+
+def known_of(readings: Sequence[Readings]) -> tuple[Familiar, ...]:
+    """What is known of the inputs of layers that all read the same batches: as `describe` gives it."""
+    known = [each.familiar for each in readings if each.count]
+    distances = [_Distance.of(one) for one in known]
+    held = zip(*(each.held for each in readings if each.count), strict=True)
+    return _with_usual(
+        known, [_scores(distances, dict(zip([d.layer for d in distances], reads, strict=True))) for reads in held]
+    )
+
+
+def _with_usual(known: Sequence[Familiar], scores: Sequence[Tensor]) -> tuple[Familiar, ...]:
+    """How much a sample may score in each layer; scores: of samples held out, (layers, samples) by batch."""
     if not scores:
         return ()
-    every = torch.cat(scores, 1)
+    every = torch.cat(list(scores), 1)
     usual = every.quantile(_USUAL, 1).clamp_min(_LEAST_USUAL)
     usual = usual * (every / usual[:, None]).amax(0).quantile(_USUAL).clamp_min(1)  # in all layers together
     return tuple(replace(one, usual=most) for one, most in zip(known, usual.tolist(), strict=True))

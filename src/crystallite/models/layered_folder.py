@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import importlib.metadata
+import itertools
 import json
 import shutil
 from collections.abc import Iterable, Mapping
@@ -99,6 +100,11 @@ class LayeredFolder:
         result: nn.Module = found.requires_grad_(False).eval()
         return result
 
+    def without_layers(self) -> nn.Module:
+        """A copy of the model as it is here, whose weights are the same tensors."""
+        tensors = itertools.chain(self.model.parameters(), self.model.buffers())
+        return copy.deepcopy(self.model, {id(tensor): tensor for tensor in tensors})
+
     @property
     def identity(self) -> str:
         """What tells the weights from others without reading all of them: names, sizes and times of the files."""
@@ -145,7 +151,7 @@ def write_layered(
 
     modules: by layer, what became of it (`describe_layer`). sizes: before and after, of what the config may say.
     """
-    model: Any = source.model
+    model: Any = source.without_layers()
     changed = {f"{source.name}.{n}.{name}": d for n, found in enumerate(modules) for name, d in found.items()}
     put_described_(model, changed)
     set_record_(model, record)

@@ -22,6 +22,8 @@ from torch import nn
 
 from crystallite.core.errors import CheckpointError, InvalidOption
 from crystallite.core.files import write_file
+from crystallite.models.recorded_call import RecordedCall
+from crystallite.models.typed_json import to_plain
 from crystallite.weights.checkpoint import open_checkpoint
 from crystallite.weights.stored import SourceFile, load_json
 
@@ -113,7 +115,7 @@ def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
     write_file(folder / MANIFEST, f"{text}\n".encode())
 
 
-def attach_verdict(path: str | os.PathLike[str], verdict: dict[str, Any]) -> None:
+def attach_verdict(path: str | os.PathLike[str], verdict: dict[str, Any], call: RecordedCall | None = None) -> None:
     """Write a validation's verdict into a saved model's manifest, bound to the weights as they lie there.
 
     An earlier verdict is replaced; the manifest changes at once or not at all.
@@ -121,6 +123,7 @@ def attach_verdict(path: str | os.PathLike[str], verdict: dict[str, Any]) -> Non
     Args:
         path: the folder.
         verdict: plain JSON values, such as `Verdict.to_json()`.
+        call: what the model was called with, to be kept where the record does not say it yet.
 
     Returns:
         Nothing.
@@ -131,6 +134,8 @@ def attach_verdict(path: str | os.PathLike[str], verdict: dict[str, Any]) -> Non
     folder = Path(path)
     manifest = read_manifest(folder)
     found = check_weights(folder)
+    if call is not None and manifest["record"].get("call") is None:
+        manifest["record"] = manifest["record"] | {"call": to_plain(RecordedCall, call)}
     write_manifest(folder, manifest | {"verdict": verdict | {"weights_sha256": found}})
 
 

@@ -15,25 +15,41 @@ import torch
 from torch import nn
 
 from crystallite.core.errors import CheckpointError, InvalidOption
-from crystallite.models.artifact import load, save
+from crystallite.models.artifact import load, load_mapped, save
+from crystallite.models.layered_folder import is_transformers_folder
+from crystallite.models.manifest import is_saved
 from crystallite.models.transformers_opening import open_pretrained
 from crystallite.weights.checkpoint import open_checkpoint
 
-__all__ = ["open_model", "write_model"]
+__all__ = ["open_mapped", "open_model", "write_model"]
 
 
-def open_model(source: str, weights: Path | None) -> nn.Module:
-    """A model from a folder, as it was saved there, or from code."""
+def open_model(source: str, weights: Path | None, original: str | None = None) -> nn.Module:
+    """A model from a folder, as it was saved there, or from code.
+
+    original: what makes an instance of it, for a folder of a model with code of its own.
+    """
     folder = Path(source)
+    into = None if original is None else open_model(original, None)
+    if original is not None and not folder.is_dir():
+        raise InvalidOption(f"--original says how a folder that crystallite saved computes; {source} is none")
+    if original is not None and weights is not None:
+        raise InvalidOption("--original and --weights do not go together: the folder has the weights")
     if not folder.is_dir():
         model = _from_code(source)
-    elif (folder / "config.json").is_file():
-        model = open_pretrained(folder)
+    elif is_transformers_folder(folder):
+        model = open_pretrained(folder, into)
     else:
-        model = load(folder)
+        model = load(folder, into)
     if weights is not None:
         _fill(model, weights)
     return model
+
+
+def open_mapped(folder: Path, into: nn.Module | None = None) -> nn.Module:
+    """A model from a folder that crystallite or transformers saved; of ours, its weights are left in the file."""
+    is_plain = not is_saved(folder) and is_transformers_folder(folder)
+    return open_pretrained(folder, into) if is_plain else load_mapped(folder, into)
 
 
 def _from_code(source: str) -> nn.Module:

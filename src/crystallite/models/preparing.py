@@ -7,7 +7,7 @@ begins, with what to do instead.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from crystallite.core.arrays import odd_tensor
 from crystallite.core.errors import InvalidOption
 from crystallite.models.record import find_record, set_record_
+from crystallite.models.recorded_call import recorded_call
 from crystallite.weights.plain_modules import MERGE_FIRST, find_adapters, without_wrappers
 
-__all__ = ["note_preparation_", "prepared"]
+__all__ = ["note_call_", "note_preparation_", "prepared"]
 
 _QUANTISED = "quantised already: pass the model in floating point, and quantise the result"
 _PACKAGES = {  # whose layers hold weights in a form of their own
@@ -81,6 +82,13 @@ def note_preparation_(model: nn.Module, notes: tuple[str, ...]) -> None:
     found = find_record(model)
     if notes and found is not None:
         set_record_(model, replace(found, prepared=notes))
+
+
+def note_call_(model: nn.Module, examples: Iterable[Any]) -> None:
+    """Say in the record of a result what it is called with, by inputs of the model that it was made from."""
+    found, call = find_record(model), recorded_call(model, examples)
+    if call is not None and found is not None:
+        set_record_(model, replace(found, call=call))
 
 
 def _refuse_code(model: nn.Module) -> None:

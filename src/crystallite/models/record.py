@@ -16,30 +16,13 @@ from crystallite.annealing.distributions import Normal, Orthogonal, TruncatedNor
 from crystallite.annealing.fitting import Empirical
 from crystallite.annealing.random_walk import DELTA0, TAU
 from crystallite.core.errors import CheckpointError, CrystalliteError, InvalidOption
+from crystallite.models.recorded_call import RecordedCall
 from crystallite.models.typed_json import from_plain, to_plain
 
 __all__ = [
-    "OUTSIDE_EXPERTS",
-    "RISKS",
-    "TOO_FEW",
-    "CompressedOptions",
-    "Epoch",
-    "ExactOptions",
-    "Familiar",
-    "Fold",
-    "Guarantee",
-    "LayerChange",
-    "OperatorRecord",
-    "Polish",
-    "Recipe",
-    "RecipeSearch",
-    "Record",
-    "StorableNull",
-    "Trial",
-    "UpgradedOptions",
-    "find_record",
-    "record",
-    "set_record_",
+    "OUTSIDE_EXPERTS", "RISKS", "TOO_FEW", "CompressedOptions", "Epoch", "ExactOptions", "Familiar", "Fold",
+    "Guarantee", "LayerChange", "OperatorRecord", "Polish", "Recipe", "RecipeSearch", "Record", "StorableNull", "Trial",
+    "UpgradedOptions", "find_record", "record", "set_record_",
 ]  # fmt: skip
 
 OUTSIDE_EXPERTS = "outside experts: "  # begins a reason that holds for all neurons but those of experts
@@ -355,6 +338,7 @@ class Record:
     folds: tuple[Fold, ...] = ()
     not_folded: str = ""  # why no orders were folded, where they could have been
     prepared: tuple[str, ...] = ()  # what was taken off the model before: wrappers, weights computed from others
+    call: RecordedCall | None = None  # what the model was called with, where that is known
 
     @property
     def method(self) -> Method:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from html import escape
 from typing import Any
 
 from torch import nn
 
+from crystallite.core.drawing import Drawing
+from crystallite.core.run_charts import bar_chart
 from crystallite.core.suggest import suggest_keywords
-from crystallite.core.tables import by_expert, span, terminal_width, text_table
+from crystallite.core.tables import by_expert, html_table, span, terminal_width, text_table
 from crystallite.models.familiarity import unfamiliar
 from crystallite.models.record import OUTSIDE_EXPERTS, TOO_FEW, CompressedOptions, LayerChange, Record, record
 from crystallite.operators.chain import BlockChain
@@ -41,7 +44,7 @@ class Summary:
     @classmethod
     def of(cls, found: Record) -> Summary:
         """Of a record alone, where the model is not in memory."""
-        notes = (*_notes(found.options), *_unreached(found)) if isinstance(found.options, CompressedOptions) else ()
+        notes = (*_fitted(found.options), *_unreached(found)) if isinstance(found.options, CompressedOptions) else ()
         return cls(found.changes, "", (*found.prepared, *notes))
 
     @property
@@ -73,6 +76,15 @@ class Summary:
 
         The same layer of several experts is one line, with what they cost together.
         """
+        return "\n".join(text_table(self._cells(), width, left=(0, 3)))
+
+    def plot(self) -> Drawing:
+        """A picture of what is left of the multiply-adds of each layer."""
+        shares = [(c.name or "(model)", c.macs_after / max(c.macs_before, 1), c.macs_after) for c in self.changes]
+        bars = [(name, share, f"{share:.0%}, {after:,}") for name, share, after in shares]
+        return bar_chart(bars, "multiply-adds left of each layer")
+
+    def _cells(self) -> list[list[str]]:
         rows = [["layer", "kept", "multiply-adds", "became"]]
         for name, places in by_expert([c.name for c in self.changes]):
             some = [self.changes[place] for place in places]
@@ -80,12 +92,19 @@ class Summary:
             macs = f"{before:,} → {after:,}" if after != before else f"{before:,}"
             kept, became = (span(texts) for texts in ([f"{c.kept_share:.1%}" for c in some], [c.became for c in some]))
             rows.append([name or "(model)", kept, macs, became])
-        return "\n".join(text_table(rows, width, left=(0, 3)))
+        return rows
+
+    @property
+    def _notes(self) -> list[str]:
+        (m0, m1), (p0, p1) = self.macs, self.parameters
+        total = f"these layers: multiply-adds {m0:,} → {m1:,} ({m1 / max(m0, 1):.0%}), parameters {p0:,} → {p1:,}"
+        return [total, *([self.order] if self.order else []), *self.notes]
 
     def __repr__(self) -> str:
-        (m0, m1), (p0, p1) = self.macs, self.parameters
-        total = f"multiply-adds {m0:,} → {m1:,} ({m1 / max(m0, 1):.0%}), parameters {p0:,} → {p1:,}"
-        return "\n".join([self.table(terminal_width()), "", total, *([self.order] if self.order else []), *self.notes])
+        return "\n".join([self.table(terminal_width()), "", *self._notes])
+
+    def _repr_html_(self) -> str:
+        return html_table(self._cells(), left=(0, 3)) + "".join(f"<p>{escape(note)}</p>" for note in self._notes)
 
 
 @suggest_keywords
@@ -123,7 +142,7 @@ def _order(model: nn.Module, found: Record) -> str:
     return f"{text} (not folded: {found.not_folded})" if found.not_folded else text
 
 
-def _notes(options: CompressedOptions) -> Iterator[str]:
+def _fitted(options: CompressedOptions) -> Iterator[str]:
     """Sentences on a compressed model."""
     asked = f"a budget of {options.budget:.0%}" if options.budget is not None else f"{options.blocks} blocks"
     asked += _OBJECTIVES.get(options.objective, "") + _FORMS.get(options.form, "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from html import escape
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -10,7 +11,9 @@ from typing import Any, Self
 from torch import nn
 
 from crystallite.annealing.anneal import AnnealingOptions
+from crystallite.core.drawing import Drawing, side_by_side
 from crystallite.core.errors import CrystalliteError, InvalidOption
+from crystallite.core.run_charts import monitor_charts
 from crystallite.core.suggest import suggest_keywords
 from crystallite.monitoring.journal import Journal
 from crystallite.monitoring.measures import (
@@ -153,6 +156,18 @@ class StructureMonitor:
         import pandas
 
         return pandas.DataFrame(self.rows)
+
+    def plot(self) -> Drawing:
+        """A picture of the structure over the steps of training, one chart for each measure."""
+        return side_by_side(list(monitor_charts(self.rows).values()))
+
+    def __repr__(self) -> str:
+        steps = [row["step"] for row in self.rows if "step" in row]
+        seen = f"steps {min(steps)} to {max(steps)}, {len(self.rows)} rows" if steps else "nothing seen yet"
+        return f"StructureMonitor({type(self.model).__name__}: {seen})"
+
+    def _repr_html_(self) -> str:
+        return f"<p>{escape(repr(self))}</p>" + (self.plot().svg() if self.rows else "")
 
     def trainer_callback(self) -> Any:
         """This monitor as a callback of the Hugging Face `Trainer`."""

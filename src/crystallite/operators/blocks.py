@@ -2,14 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from itertools import groupby
 from typing import Any, ClassVar, Self
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from crystallite.operators.runtime.engine import empty_blocks
 
-__all__ = ["Blocks"]
+__all__ = ["Blocks", "block_lines", "chosen_blocks"]
+
+
+def block_lines(stacks: Iterable[Tensor], side: int) -> list[np.ndarray]:
+    """For each block of stacks (blocks, rows, columns) which of all blocks' rows (side 0) or columns (1) are its own.
+
+    >>> block_lines([torch.zeros(2, 3, 1), torch.zeros(1, 2, 2)], 0)
+    [array([0, 1, 2]), array([3, 4, 5]), array([6, 7])]
+    """
+    sizes = [stack.shape[1 + side] for stack in stacks for _ in range(len(stack))]
+    return np.split(np.arange(sum(sizes)), np.cumsum(sizes)[:-1]) if sizes else []
+
+
+def chosen_blocks(stacks: Iterable[Tensor], blocks: Sequence[int]) -> list[Tensor]:
+    """Copies of some blocks of stacks, consecutive ones of equal shape as one stack; others are not read.
+
+    >>> [tuple(s.shape) for s in chosen_blocks([torch.zeros(2, 3, 1), torch.zeros(1, 2, 2)], [0, 1, 2])]
+    [(2, 3, 1), (1, 2, 2)]
+    """
+    views = [block.detach() for stack in stacks for block in stack]
+    runs = groupby((views[block] for block in blocks), key=lambda view: view.shape)
+    return [torch.stack(list(run)) for _, run in runs]
 
 
 class Blocks(nn.Module):

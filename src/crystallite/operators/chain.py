@@ -127,7 +127,7 @@ class BlockChain(nn.Module):
     @property
     def n_subnetworks(self) -> int:
         """Parts that share no neuron from the first layer to the last; they may read the same inputs."""
-        return len(self._members())
+        return len(self.members())
 
     @property
     def macs(self) -> int:
@@ -185,7 +185,7 @@ class BlockChain(nn.Module):
         With `only`, those of these numbers, in this order; the weights of others are not read.
         """
         parts = [(layer, reads.cpu(), rows.cpu()) for layer, reads, rows in self._with_neurons()]
-        found, networks = [], self._members()
+        found, networks = [], self.members()
         for members in networks if only is None else [networks[number] for number in only]:
             stages: list[nn.Module] = []
             for depth, (layer, reads, rows) in enumerate(parts):
@@ -194,30 +194,39 @@ class BlockChain(nn.Module):
             found.append((nn.Sequential(*stages), torch.from_numpy(members[0]), torch.from_numpy(members[-1])))
         return found
 
+    def subnetwork_macs(self) -> list[int]:
+        """Multiply-accumulates of each subnetwork per input vector."""
+        sizes = [[w.shape[1] * w.shape[2] for w in layer.weights for _ in range(len(w))] for layer in self._layers()]
+        networks = self.blocks_by_subnetwork()[: self.n_subnetworks]
+        return [sum(sizes[layer][block] for layer, block in members) for members in networks]
+
     def idle_outputs(self) -> tuple[Tensor, Tensor]:
         """The outputs of no subnetwork, and what they emit."""
         layer, _, rows = list(self._with_neurons())[-1]
         idle = rows[layer.writes :]
         return idle, layer.empty.new_zeros(len(idle)) if layer.bias is None else layer.bias.detach()[layer.writes :]
 
-    def _members(self) -> list[list[np.ndarray]]:
+    def blocks_by_subnetwork(self) -> list[list[tuple[int, int]]]:
+        """(layer, block) of each subnetwork, and of parts that no output depends on after them."""
+        _, component = self._components()
+        numbers = [(i, block) for i, layer in enumerate(self._layers()) for block in range(layer.n_blocks)]
+        found: dict[int, list[tuple[int, int]]] = {}
+        for number, own in zip(numbers, component.tolist(), strict=True):
+            found.setdefault(own, []).append(number)
+        with_output = [members for members in found.values() if members[-1][0] == len(self.layers) - 1]
+        ordered = sorted(with_output, key=self._first_output)
+        return [*ordered, *(members for members in found.values() if members not in with_output)]
+
+    def _first_output(self, members: list[tuple[int, int]]) -> int:
+        last, _, rows = list(self._with_neurons())[-1]
+        written = rows[: last.writes].cpu().numpy()
+        own = np.isin(last.blocks_of_lines()[0], [block for layer, block in members if layer == len(self.layers) - 1])
+        return int(written[own].min())
+
+    def members(self) -> list[list[np.ndarray]]:
         """For each subnetwork its neurons before the first layer, after it, …; parts without an output are none."""
-        labels: list[list[np.ndarray]] = [
-            [np.full(size, -1) for size in (layer.in_features, layer.out_features)] for layer in self._layers()
-        ]
-        edges, used = [], 0
+        labels, component = self._components()
         first, first_reads, _ = next(self._with_neurons())
-        for i, (layer, reads, rows) in enumerate(self._with_neurons()):
-            row_block, column_block = layer.blocks_of_lines()
-            labels[i][0][reads.cpu().numpy()] = column_block + used
-            labels[i][1][rows.cpu().numpy()[: layer.writes]] = row_block + used
-            used += layer.n_blocks
-            if i:
-                met = np.stack([labels[i - 1][1], labels[i][0]])
-                edges.append(met[:, (met >= 0).all(0)])
-        pairs = np.concatenate(edges, 1) if edges else np.zeros((2, 0), np.int64)
-        graph = coo_array((np.ones(pairs.shape[1], bool), (pairs[0], pairs[1])), shape=(used, used))
-        _, component = connected_components(graph, directed=False)
         names = np.append(component, -1)  # of block −1 too
         neurons = [np.maximum(names[after[0]], names[before[1]]) for before, after in pairwise(labels)]
         neurons.append(names[labels[-1][1]])
@@ -228,6 +237,27 @@ class BlockChain(nn.Module):
             for c in np.unique(neurons[-1]) if c >= 0
         ]  # fmt: skip
         return sorted(found, key=lambda m: int(m[-1][0]))
+
+    def _components(self) -> tuple[list[list[np.ndarray]], np.ndarray]:
+        """For each layer the block of each neuron before and after it, and the subnetwork of each block.
+
+        Blocks of all layers count through.
+        """
+        labels: list[list[np.ndarray]] = [
+            [np.full(size, -1) for size in (layer.in_features, layer.out_features)] for layer in self._layers()
+        ]
+        edges, used = [], 0
+        for i, (layer, reads, rows) in enumerate(self._with_neurons()):
+            row_block, column_block = layer.blocks_of_lines()
+            labels[i][0][reads.cpu().numpy()] = column_block + used
+            labels[i][1][rows.cpu().numpy()[: layer.writes]] = row_block + used
+            used += layer.n_blocks
+            if i:
+                met = np.stack([labels[i - 1][1], labels[i][0]])
+                edges.append(met[:, (met >= 0).all(0)])
+        pairs = np.concatenate(edges, 1) if edges else np.zeros((2, 0), np.int64)
+        graph = coo_array((np.ones(pairs.shape[1], bool), (pairs[0], pairs[1])), shape=(used, used))
+        return labels, connected_components(graph, directed=False)[1]
 
     # how it is stored
 

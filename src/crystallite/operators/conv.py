@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
@@ -11,14 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from crystallite.core.errors import InvalidMatrix, InvalidOption
+from crystallite.operators.runtime.conv_engine import convolve
+from crystallite.operators.runtime.engine import can_run_compiled
 from crystallite.structure.bipartite import BipartiteStructure
 from crystallite.structure.decompose import decompose
 
-__all__ = ["MOST_POSITIONS", "BlockConv", "Convolution", "channel_structure", "check_reach"]
+__all__ = ["MOST_POSITIONS", "BlockConv", "Convolution", "channel_structure", "check_reach", "kernel_fits"]
 
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 Block = tuple[np.ndarray, np.ndarray]  # output and input channels
 MOST_POSITIONS = 1 << 20  # that a description may ask for in each channel, beside those of the input
+_FEW_CHANNELS = 32  # of a block, inputs on average, below which our kernel is faster than a grouped convolution
 _SETTINGS = ("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups", "padding_mode")
 _KINDS: dict[str, type[Convolution]] = {kind.__name__: kind for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d)}
 
@@ -44,9 +48,10 @@ def channel_structure(conv: Convolution, name: str = "conv.weight") -> Bipartite
 class BlockConv(nn.Module):
     """A convolution computed as channel gather → grouped convolutions → channel gather, plus the bias.
 
-    Consecutive blocks with equally many channels are one grouped convolution. Dormant output channels emit their bias,
-    dormant input channels are not read. A table that would say 0, 1, 2, … is not held, and nothing is moved for it.
-    Stride, padding, dilation and padding mode are the original's.
+    Consecutive blocks with equally many channels are one grouped convolution. Blocks of few channels run in one
+    compiled call where it can: along one or two axes, stride 1, zeros around, on the CPU without gradients. Dormant
+    output channels emit their bias, dormant input channels are not read. A table that would say 0, 1, 2, … is not held,
+    and nothing is moved for it. Stride, padding, dilation and padding mode are the original's.
 
     >>> conv = nn.Conv2d(4, 4, 3, padding=1)
     >>> with torch.no_grad():
@@ -116,6 +121,25 @@ class BlockConv(nn.Module):
             None if _in_order(cols) else torch.from_numpy(cols).to(device),
             None if _in_order(rows) else torch.from_numpy(outputs).to(device),
         )
+
+    def kernels(self) -> list[Tensor]:
+        """Of each block (output channels, input channels, …)."""
+        return [kernel.detach() for part in self._convolutions for kernel in part.weight.chunk(part.groups)]
+
+    def part(self, blocks: Sequence[int], bias: Tensor | None) -> BlockConv:
+        """Some blocks, by number, as a convolution of their channels alone, in this order; others are not read."""
+        kernels, parts = self.kernels(), []
+        for (height, width), run in groupby((kernels[block] for block in blocks), key=lambda kernel: kernel.shape[:2]):
+            stack = torch.cat(list(run))
+            count = len(stack) // height
+            made = _like(self, in_channels=width * count, out_channels=len(stack), groups=count, bias=False)
+            made.weight = nn.Parameter(stack)
+            parts.append(made)
+        sizes = {name: sum(getattr(part, name) for part in parts) for name in ("in_channels", "out_channels")}
+        conv = _like(self, **sizes, groups=1, bias=bias is not None).to_empty(device=self.empty.device)
+        if bias is not None:
+            conv.bias = nn.Parameter(bias)
+        return BlockConv(conv, parts, None, None)
 
     def describe(self) -> dict[str, Any]:
         """Sizes and settings, without weights and tables."""
@@ -200,6 +224,8 @@ class BlockConv(nn.Module):
         channel = x.ndim - spatial - 1  # 0 without a batch
         if channel not in (0, 1) or x.shape[channel] != self.in_channels:
             raise InvalidMatrix(f"expected {self.in_channels} channels and {spatial} axes, got shape {tuple(x.shape)}")
+        if channel and self._runs_compiled(x):
+            return self._compiled(x)
         made, column, row = [], 0, 0
         for part in self._convolutions:  # each gathers its own channels: a slice of all would be copied again
             given = self._given(x, channel, column, part.in_channels)
@@ -216,6 +242,38 @@ class BlockConv(nn.Module):
             return y
         y = y.index_select(channel, self.outputs)
         return y if self.bias is None else y + self.bias.to(y.dtype).view(-1, *[1] * spatial)
+
+    def _runs_compiled(self, x: Tensor) -> bool:
+        """Whether the kernel can compute this, and is expected to be faster than PyTorch's grouped convolutions."""
+        tensors = [x, *(part.weight for part in self._convolutions), *([] if self.bias is None else [self.bias])]
+        inputs = sum(part.in_channels for part in self._convolutions)
+        return (
+            self.n_blocks > 0
+            and inputs <= (self.in_channels if self.inputs is None else len(self.inputs))  # else PyTorch refuses it
+            and self._placed <= self.out_channels
+            and kernel_fits(self, inputs / self.n_blocks)
+            and can_run_compiled(x, self)
+            and all(t.is_contiguous() and t.dtype == x.dtype and t.device == x.device for t in tensors)
+            and min(*x.shape, *self._positions(x.shape[2:])) > 0
+        )
+
+    def _compiled(self, x: Tensor) -> Tensor:
+        """`forward` by the kernel."""
+        same = tuple(d * (k - 1) // 2 for k, d in zip(self.kernel_size, self.dilation, strict=True))
+        named = {"same": same, "valid": (0,) * len(same)}
+        padding = named[self.padding] if isinstance(self.padding, str) else self.padding
+        weights = [part.weight for part in self._convolutions]
+        dilation = self.dilation
+        if len(self.kernel_size) == 1:  # an image of one row
+            x, weights = x.unsqueeze(2), [weight.unsqueeze(2) for weight in weights]
+            padding, dilation = (0, *padding), (1, *dilation)
+        order = torch.arange(max(self.in_channels, self.out_channels))
+        y = convolve(
+            x, weights, [part.groups for part in self._convolutions], order if self.inputs is None else self.inputs,
+            order[: self.out_channels] if self.outputs is None else torch.argsort(self.outputs, stable=True),
+            self.bias, self.out_channels, padding, dilation,
+        )  # fmt: skip
+        return y.squeeze(2) if len(self.kernel_size) == 1 else y
 
     def _given(self, x: Tensor, channel: int, first: int, count: int) -> Tensor:
         if self.inputs is None:
@@ -241,6 +299,17 @@ class BlockConv(nn.Module):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.extra_repr()})"
+
+
+def kernel_fits(conv: Convolution | BlockConv, channels: float) -> bool:
+    """Whether blocks that read so many channels each are best computed by our own kernel."""
+    return (
+        channels < _FEW_CHANNELS
+        and len(conv.kernel_size) < 3
+        and all(step == 1 for step in conv.stride)
+        and conv.padding_mode == "zeros"
+        and not (conv.padding == "same" and any(k % 2 == 0 for k in conv.kernel_size))  # more zeros on one side
+    )
 
 
 def check_reach(conv: nn.Module) -> None:

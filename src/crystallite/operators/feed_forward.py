@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from itertools import groupby
 from typing import Any, NamedTuple, TypeVar
@@ -16,7 +17,7 @@ from crystallite.operators.runtime.engine import as_rows
 from crystallite.structure.decompose import decompose
 from crystallite.structure.levels import chain_labels
 
-__all__ = ["FORMS", "BlockFeedForward", "FeedForward"]
+__all__ = ["FORMS", "BlockFeedForward", "FeedForward", "Stacks"]
 
 FORMS = ("pair", "layers", "channels")
 _Indices = TypeVar("_Indices", bound=tuple[np.ndarray, ...])
@@ -64,7 +65,7 @@ class BlockFeedForward(nn.Module):
         form: str,
         sizes: Sequence[int],
         n_channels: int,
-        stacks: tuple[_Stacks, _Stacks | None, _Stacks],
+        stacks: tuple[Stacks, Stacks | None, Stacks],
         tables: dict[str, Tensor],
         activation: nn.Module,
         bias: Tensor | None,
@@ -120,14 +121,30 @@ class BlockFeedForward(nn.Module):
         if best == "pair":
             del tables["shuffle"]  # the hidden order is folded into the weights
         stacks = (
-            _Stacks.cut(first.weight, first.bias, forms[best][0]),
-            None if gate is None else _Stacks.cut(gate.weight, gate.bias, forms[best][0]),
-            _Stacks.cut(second.weight, None, forms[best][1]),  # the bias is added once, to the sum of the channels
+            Stacks.cut(first.weight, first.bias, forms[best][0]),
+            None if gate is None else Stacks.cut(gate.weight, gate.bias, forms[best][0]),
+            Stacks.cut(second.weight, None, forms[best][1]),  # the bias is added once, to the sum of the channels
         )
         bias = None if second.bias is None else second.bias.detach().clone()
         sizes = first.in_features, len(hidden), second.out_features
         on_device = {name: table.to(first.weight.device) for name, table in tables.items()}
         return cls(best, sizes, count if best == "channels" else 1, stacks, on_device, activation, bias)
+
+    def part(self, blocks: Sequence[int]) -> BlockFeedForward:
+        """Some subnetworks of the form "pair", by number, as a pair of their own without the bias of outputs.
+
+        It reads and writes their features one after the other, in this order. Others are not read.
+        """
+        both = [[block for stack in layer.weights for block in stack] for layer in (self.first, self.second)]
+        runs = [list(run) for _, run in groupby(blocks, key=lambda b: (both[0][b].shape, both[1][b].shape))]
+        first, gate, second = (
+            None if layer is None else layer.chosen(runs) for layer in (self.first, self.gate, self.second)
+        )
+        assert first is not None
+        assert second is not None
+        sizes = first.columns, first.rows, second.rows
+        tables = {name: torch.arange(n) for name, n in zip(("inputs", "hidden", "outputs"), sizes, strict=True)}
+        return BlockFeedForward("pair", sizes, 1, (first, gate, second), tables, copy.deepcopy(self.activation), None)
 
     def describe(self) -> dict[str, Any]:
         """Sizes and the activation, without weights and tables."""
@@ -150,7 +167,7 @@ class BlockFeedForward(nn.Module):
         if not (isinstance(channels, int) and 1 <= channels <= max(hidden, 1)):
             raise InvalidOption(f"channels must be an integer from 1 to {hidden}, the hidden neurons, got {channels!r}")
         parts = (description[name] for name in ("first", "gate", "second"))
-        first, gate, second = (None if part is None else _Stacks.from_description(part) for part in parts)
+        first, gate, second = (None if part is None else Stacks.from_description(part) for part in parts)
         if first is None or second is None:
             raise InvalidOption("a feed-forward pair has a first and a second layer")
         if second.rows != channels * outputs:
@@ -170,7 +187,7 @@ class BlockFeedForward(nn.Module):
     @property
     def macs(self) -> int:
         """Multiply-accumulates per input vector."""
-        return sum(stack.numel() for part in self.modules() if isinstance(part, _Stacks) for stack in part.weights)
+        return sum(stack.numel() for part in self.modules() if isinstance(part, Stacks) for stack in part.weights)
 
     @property
     def dense_macs(self) -> int:
@@ -218,7 +235,7 @@ class BlockFeedForward(nn.Module):
         return f'BlockFeedForward({sizes}, form="{self.form}", blocks={self.n_blocks}, {cost})'
 
 
-class _Stacks(nn.Module):
+class Stacks(nn.Module):
     """The blocks of one matrix, those of a run stacked; what they read and write comes as one stack for each run."""
 
     def __init__(self, weights: list[Tensor], biases: list[Tensor]) -> None:
@@ -227,17 +244,29 @@ class _Stacks(nn.Module):
         self.biases = nn.ParameterList(biases)  # (blocks, 1, rows); empty without a bias
 
     @classmethod
-    def cut(cls, weight: Tensor, bias: Tensor | None, runs: _Runs) -> _Stacks:
+    def cut(cls, weight: Tensor, bias: Tensor | None, runs: _Runs) -> Stacks:
         height = max(len(weight), 1)  # rows count on from channel to channel
         weights = [torch.stack([weight.detach()[rows % height][:, cols] for rows, cols in run]) for run in runs]
         biases = [] if bias is None else [torch.stack([bias.detach()[rows][None] for rows, _ in run]) for run in runs]
         return cls(weights, biases)
 
+    def chosen(self, runs: Sequence[Sequence[int]]) -> Stacks:
+        """Copies of some blocks, by number, a stack for each run."""
+        weights, biases = ([block for stack in stacks for block in stack] for stacks in (self.weights, self.biases))
+        made = [
+            [torch.stack([blocks[b].detach() for b in run]) for run in runs] for blocks in (weights, biases) if blocks
+        ]
+        return Stacks(made[0], made[1] if len(made) > 1 else [])
+
+    def bias(self) -> Tensor | None:
+        """(rows of all blocks,)."""
+        return torch.cat([bias.detach().flatten() for bias in self.biases]) if len(self.biases) else None
+
     def describe(self) -> dict[str, Any]:
         return {"stacks": [list(stack.shape) for stack in self.weights], "bias": len(self.biases) > 0}
 
     @classmethod
-    def from_description(cls, description: dict[str, Any]) -> _Stacks:
+    def from_description(cls, description: dict[str, Any]) -> Stacks:
         shapes = description["stacks"]
         biases = [torch.empty(blocks, 1, rows) for blocks, rows, _ in shapes] if description["bias"] else []
         return cls([torch.empty(*shape) for shape in shapes], biases)
@@ -281,7 +310,7 @@ def _joined(pieces: list[Tensor]) -> Tensor:
 
 
 def _dense(
-    stacks: _Stacks, rows: Tensor, cols: Tensor, in_features: int, out_features: int, bias: Tensor | None = None
+    stacks: Stacks, rows: Tensor, cols: Tensor, in_features: int, out_features: int, bias: Tensor | None = None
 ) -> nn.Linear:
     """One layer from blocks, their rows and their columns, with the bias given or that of the blocks."""
     like, has_bias = stacks.weights[0], bias is not None or len(stacks.biases) > 0

@@ -251,25 +251,30 @@ class BlockRecurrentLayer(nn.Module):
         self, data: Tensor, steps: Steps, states: tuple[Tensor, ...], backward: bool
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Output (rows, hidden) and final states (batch, hidden) from data (rows, inputs) and initial states."""
-        parts = [self._run_part(data, steps, states, backward, *part) for part in self.form.bins(_NATIVE_UNITS)]
+        made = []
+        for reads, first, stop in self.form.bins(_NATIVE_UNITS):
+            columns, weights = self.part_weights(reads, first, stop)
+            initial = tuple(state[:, self.order[first:stop]] for state in states)
+            given = data.index_select(1, columns)
+            made.append(run_native(self.mode, given, steps, initial, weights, backward, self.training))
         position = torch.argsort(self.order)
-        output, *final = (torch.cat(pieces, -1).index_select(-1, position) for pieces in zip(*parts, strict=True))
+        output, *final = (torch.cat(pieces, -1).index_select(-1, position) for pieces in zip(*made, strict=True))
         return output, tuple(final)
 
-    def _run_part(
-        self, data: Tensor, steps: Steps, states: tuple[Tensor, ...], backward: bool, reads: int, first: int, stop: int
-    ) -> tuple[Tensor, ...]:
-        """Output and final states of the units at positions first…stop−1, which hear no others."""
-        gates, units, columns = self.form.gates, self.order[first:stop], self._gate_columns()[:, first:stop].flatten()
+    def part_weights(self, reads: int, first: int, stop: int) -> tuple[Tensor, list[Tensor]]:
+        """The inputs that the units at positions first…stop−1 read, and their weights and biases as PyTorch's.
+
+        They must hear no others, as those of a bin of the form do; `reads`: their input block, or −1: they read none.
+        """
+        gates, rows = self.form.gates, self._gate_columns()[:, first:stop].flatten()
         if reads < 0:
-            given = data[:, :1]
-            w_ih = data.new_zeros(gates * (stop - first), 1)
+            columns = self.order.new_zeros(1)
+            w_ih = self._dtype_and_device().new_zeros(gates * (stop - first), 1)
         else:
-            given = data.index_select(1, self.columns_of(reads))
-            w_ih = self.input_weights[reads].index_select(0, columns - gates * self.form.inputs[reads].first)
-        weights = [w_ih, self._recurrent_between(first, stop).flatten(0, 1), *(b[columns] for b in self._biases())]
-        initial = tuple(state[:, units] for state in states)
-        return run_native(self.mode, given, steps, initial, weights, backward, self.training)
+            columns = self.columns_of(reads)
+            w_ih = self.input_weights[reads].index_select(0, rows - gates * self.form.inputs[reads].first)
+        w_hh = self._recurrent_between(first, stop).flatten(0, 1)
+        return columns, [w_ih, w_hh, *(bias[rows] for bias in self._biases())]
 
     # compiled blocks
 

@@ -137,9 +137,12 @@ class RecurrentStack(nn.Module):
             raise InvalidMatrix(
                 f"input: expected 2 or 3 dimensions, the last of {self.input_size}, got shape {tuple(data.shape)}"
             )
-        dtype = next(self.parameters()).dtype
+        dtype = self._weight_dtype()
         if data.dtype != dtype and not torch.is_autocast_enabled(data.device.type):
             raise InvalidMatrix(f"input: expected dtype {dtype}, as the weights have, got {data.dtype}")
+
+    def _weight_dtype(self) -> torch.dtype:
+        return next(self.parameters()).dtype
 
     def _initial(self, hx: States | None, like: Tensor, batch: int, dimensions: int) -> list[Tensor]:
         """h_0, and c_0 for the LSTM: (layers·directions, batch, hidden) each."""

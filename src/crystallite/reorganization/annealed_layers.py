@@ -12,7 +12,7 @@ from crystallite.annealing import nulls
 from crystallite.annealing.anneal import AnnealingOptions, anneal_matrix
 from crystallite.annealing.initial import named_weights
 from crystallite.models.layers import Unit, is_transformers_conv1d, plain_layer
-from crystallite.operators.conv import BlockConv, Convolution, channel_structure
+from crystallite.operators.conv import BlockConv, Convolution, channel_structure, kernel_fits
 from crystallite.operators.linear import BlockLinear
 from crystallite.operators.recurrent import BlockRecurrent
 from crystallite.reorganization.cost_model import CostModel
@@ -56,8 +56,10 @@ def blocks_are_faster(unit: Unit, structure: BipartiteStructure, cost_model: Cos
     """Whether the unit's blocks alone, in this structure, are worth it; `kind`: what they would be instead."""
     per_pair = unit.module.weight[0, 0].numel() if isinstance(unit.module, Convolution) else 1  # kernel positions
     macs, blocks = structure.macs * per_pair, structure.n_blocks
-    if unit.kind == "convolution":
-        return cost_model.convolution_is_faster(unit.macs, macs, min(structure.shape) / max(blocks, 1), blocks)
+    if isinstance(unit.module, Convolution):
+        channels = min(structure.shape) / max(blocks, 1)
+        compiled = kernel_fits(unit.module, channels)
+        return cost_model.convolution_is_faster(unit.macs, macs, channels, blocks, compiled)
     return cost_model.is_faster(kind or unit.kind, unit.macs, macs, blocks)
 
 

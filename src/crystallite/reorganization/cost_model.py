@@ -45,9 +45,17 @@ class CostModel:
         overhead = cost.per_call + cost.per_block * blocks
         return block_macs <= cost.worth * dense_macs and block_macs + overhead <= dense_macs
 
-    def convolution_is_faster(self, dense_macs: int, block_macs: int, channels: float, blocks: int) -> bool:
-        """The same for a convolution whose blocks have so many channels: grouped convolutions of few are slow."""
-        if self.only_if_faster:
+    def convolution_is_faster(
+        self, dense_macs: int, block_macs: int, channels: float, blocks: int, compiled: bool
+    ) -> bool:
+        """The same for a convolution whose blocks have so many channels.
+
+        Grouped convolutions of few channels are slow. compiled: our own kernel computes them; what it takes beside the
+        products, for copying images, is a share of the dense convolution.
+        """
+        if self.only_if_faster and compiled:
+            block_macs += dense_macs // 16
+        elif self.only_if_faster:
             channels = max(1.0, channels)
             block_macs = round(block_macs * (1 + 10 / channels + 100 / channels**2))
         return self.is_faster("convolution", dense_macs, block_macs, blocks)

@@ -21,7 +21,7 @@ from crystallite.graph.trace import Spaces, Untraceable, trace
 from crystallite.models.composites import collapse_, expand_
 from crystallite.models.experts import units_and_experts
 from crystallite.models.layers import Unit, change, has_hooks, left_alone, trained
-from crystallite.models.preparing import prepared
+from crystallite.models.preparing import note_call_, prepared
 from crystallite.models.record import ExactOptions, Fold, LayerChange, OperatorKind, OperatorRecord, Record, set_record_
 from crystallite.models.swap import put_, replace_
 from crystallite.models.transformers_folder import write_config
@@ -148,6 +148,7 @@ def reorganize(
     options = ExactOptions(level, str(null), correction, random_walk, rule, alpha, delta0, tau, channels, feed_forward)
     changes = tuple(rewrite.changes[name] for name in units)
     set_record_(rewrite.model, Record(options, changes, tuple(folds), reason if fold and faster else "", notes))
+    note_call_(rewrite.model, [] if example is None else [example])
     write_config(rewrite.model, model)
     return rewrite.model
 

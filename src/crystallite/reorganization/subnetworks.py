@@ -18,7 +18,7 @@ __all__ = ["Subnetworks", "as_chain", "subnetworks"]
 
 
 class Subnetworks(nn.Module):
-    """Networks that share no neuron, side by side: y[…, outputs[i]] = parts[i](x[…, inputs[i]]).
+    """Networks that share no neuron, side by side: `y[…, outputs[i]] = parts[i](x[…, inputs[i]])`.
 
     They may read the same inputs: each gets a copy. Outputs of no part emit constants. `before` and `after` are what
     the model does to the whole input and to the whole output: modules without weights.

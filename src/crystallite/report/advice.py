@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from crystallite.analysis import Analysis
+from crystallite.report.rebuilt import Rebuilt
 
 __all__ = ["next_steps"]
 
 
-def next_steps(analysis: Analysis) -> list[tuple[str, str]]:
-    """Sentences, each with the call that does it or ""; best first.
+def next_steps(analysis: Analysis, rebuilt: Sequence[Rebuilt] = ()) -> list[tuple[str, str]]:
+    """Sentences, each with the call that does it or ""; best first. What has been done is not among them.
 
     >>> import torch
     >>> from crystallite.analysis import analyze
     >>> next_steps(analyze(torch.nn.Linear(64, 32)))[0][0][:40]
     'Nothing here differs from initialisation'
     """
+    if rebuilt:
+        return _after_rebuilding(rebuilt)
     found = [row.finding for row in analysis.rows]
     options = analysis.options
     call = f'cx.reorganize(model, level={options.level!r}, rule="{options.rule}")'
@@ -45,6 +50,27 @@ def next_steps(analysis: Analysis) -> list[tuple[str, str]]:
             )
         )
     steps.append(("Check any result against the original on your own data.", "cx.validate(model, small, data)"))
+    return steps
+
+
+def _after_rebuilding(rebuilt: Sequence[Rebuilt]) -> list[tuple[str, str]]:
+    """What is left to do with models that have been rebuilt."""
+    outcomes = {one.passed for one in rebuilt}
+    steps = []
+    if None in outcomes:
+        steps.append(("Check it against the original on data of your own.", "cx.validate(model, small, data)"))
+    if False in outcomes:
+        steps.append(
+            (
+                "What did not pass: give it a larger budget or more calibration data like what it will read, or train "
+                "it on inside its structure.",
+                "cx.compress(model, calibration, budget=0.7, polish_steps=600)",
+            )
+        )
+    if True in outcomes:
+        steps.append(("Put it into production: serve the folder it was saved in,", "crystallite serve small"))
+        steps.append(("or export it.", 'cx.export(small, "small.onnx", data)'))
+    steps.append(("Compare it with other methods at the same cost.", "crystallite bench --baselines MODEL"))
     return steps
 
 

@@ -21,11 +21,18 @@ from crystallite.core.drawing import Drawing
 from crystallite.core.errors import InvalidOption
 from crystallite.core.files import write_file
 from crystallite.core.suggest import check_choice, suggest_keywords
-from crystallite.models.artifact import load
-from crystallite.models.summary import summary
 from crystallite.report.layer_charts import class_chart, histogram_chart, matrix_figure
 from crystallite.report.page import page
-from crystallite.report.sections import Row, run_sections, summary_section, validation_section
+from crystallite.report.rebuilt import Rebuilt, Row, rebuilt_model
+from crystallite.report.sections import (
+    Section,
+    chains_section,
+    layers_section,
+    result_section,
+    roles_section,
+    run_sections,
+    validation_section,
+)
 from crystallite.report.view import View, view_layer
 
 __all__ = ["Report", "report"]
@@ -44,8 +51,8 @@ class Report:
     title: str
     analysis: Analysis
     views: list[View]
-    verdict: Row | None = None
-    summary: Row | None = None
+    rebuilt: tuple[Rebuilt, ...] = ()
+    verdict: Row | None = None  # of a model that is not here
     sweep: tuple[Row, ...] = ()
     front: tuple[Row, ...] = ()
     monitor: tuple[Row, ...] = ()
@@ -53,10 +60,16 @@ class Report:
     @cached_property
     def html(self) -> str:
         """The page, self-contained."""
-        before = [] if self.summary is None else [summary_section(self.summary)]
-        before += [] if self.verdict is None else [validation_section(self.verdict)]
-        after = run_sections(self.sweep, self.front, self.monitor)
-        return page(self.title, self.analysis, self.views, before, after, self.verdict, self.summary)
+        alone = len(self.rebuilt) == 1
+        results = [result_section(self.rebuilt)] if self.rebuilt else []
+        results += [layers_section(one, alone) for one in self.rebuilt]
+        runs = run_sections(self.sweep, self.front, self.monitor)
+        results += [section for section in runs if section.title == "Quality and cost" and self.rebuilt]
+        results += [validation_section(verdict, name) for name, verdict in self._verdicts.items()]
+        results += self._roles
+        chains = chains_section(self.analysis.chains)
+        after = ([] if chains is None else [chains]) + [section for section in runs if section not in results]
+        return page(self.title, self.analysis, self.views, self.rebuilt, self.verdict, results, after)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the page and return its path."""
@@ -79,6 +92,19 @@ class Report:
         return f"Report({self.title!r}: {self.analysis.verdict})"
 
     @property
+    def _roles(self) -> list[Section]:
+        """What blocks are for, of each model whose verdict says it."""
+        found = (roles_section(verdict, name) for name, verdict in self._verdicts.items())
+        return [section for section in found if section is not None]
+
+    @property
+    def _verdicts(self) -> dict[str, Row]:
+        """By the name of the model, "" where there is only one."""
+        alone = len(self.rebuilt) == 1
+        judged = {"" if alone else one.name: one.verdict for one in self.rebuilt} or {"": self.verdict}
+        return {name: verdict for name, verdict in judged.items() if verdict}
+
+    @property
     def _drawings(self) -> dict[str, Drawing]:
         drawings: dict[str, Drawing] = {}
         for i, view in enumerate(self.views):
@@ -88,7 +114,9 @@ class Report:
             drawings[f"{name}-classes"] = class_chart(view.row)
             if view.directed is not None:
                 drawings[f"{name}-condensation"] = view.directed.plot()
-        for section in run_sections(self.sweep, self.front, self.monitor):
+        for one in self.rebuilt:
+            drawings |= {_file_name(f"rebuilt-{one.name}-{title}"): chart for title, chart in one.pictures.items()}
+        for section in [*self._roles, *run_sections(self.sweep, self.front, self.monitor)]:
             drawings |= {f"{section.anchor}-{_file_name(title)}": chart for title, chart in section.charts.items()}
         return drawings
 
@@ -98,7 +126,7 @@ def report(
     source: Source,
     path: str | os.PathLike[str] | None = None,
     *,
-    reorganized: torch.nn.Module | str | os.PathLike[str] | None = None,
+    reorganized: torch.nn.Module | str | os.PathLike[str] | Mapping[str, Any] | None = None,
     verdict: Any = None,
     sweep: Any = None,
     front: Sequence[Row] | None = None,
@@ -123,8 +151,11 @@ def report(
     Args:
         source: a module, a state dict, a checkpoint file or a folder, as for `analyze`.
         path: where to write the page; None: nowhere.
-        reorganized: what `reorganize` made of the model, or the folder it was saved in.
-        verdict, sweep: what `validate` and `sweep` returned, or their `to_json()`; a verdict may hold its sweep.
+        reorganized: what `reorganize`, `compress` or `upgrade` made of the model, or the folder it was saved in;
+            several by name.
+        verdict: what `validate` returned for it, or its `to_json()`; of several models by the same names; None: that
+            which a folder holds. It may hold a sweep.
+        sweep: what `sweep` returned, or its `to_json()`.
         front: rows with name, family, macs, latency_ms and quality, baselines among them.
         monitor: rows with step, layer, kept_share, largest_share, blocks and sigma, or a file with one in each line.
         null, level, correction, random_walk, rule, alpha, delta0, tau, targets, ignore: as for `analyze`.
@@ -144,11 +175,13 @@ def report(
         >>> report(nn.Linear(64, 32), title="Noise")
         Report('Noise': No exact block structure: 1 of 1 not distinguishable from its initialisation.)
     """
-    judged = None if verdict is None else dict(_plain(verdict))
-    swept = _plain(sweep) if sweep is not None else (judged or {}).get("sweep")
+    models = _by_name(reorganized)
+    verdicts = _verdicts(verdict, models, isinstance(reorganized, Mapping))
+    known = [value for value in verdicts.values() if value]
+    swept = _plain(sweep) if sweep is not None else next((v["sweep"] for v in known if v.get("sweep")), None)
     extras: dict[str, Any] = {
-        "verdict": judged,
-        "summary": None if reorganized is None else _summary(reorganized),
+        "rebuilt": tuple(rebuilt_model(name, model, verdicts.get(name)) for name, model in models.items()),
+        "verdict": None if models else next(iter(known), None),
         "sweep": _rows("sweep", swept["points"] if isinstance(swept, Mapping) else swept, ("level",)),
         "front": _rows("front", front, ("name", "quality")),
         "monitor": _rows("monitor", _lines(monitor), ("step",)),
@@ -172,10 +205,22 @@ def _plain(value: Any) -> Any:
     return value.to_json() if hasattr(value, "to_json") else value
 
 
-def _summary(reorganized: Any) -> Row:
-    if isinstance(reorganized, (str, os.PathLike)):
-        reorganized = load(reorganized)
-    return dict(summary(reorganized).to_json())
+def _by_name(reorganized: Any) -> dict[str, Any]:
+    """Rebuilt models by the names that the page gives them."""
+    if reorganized is None:
+        return {}
+    return dict(reorganized) if isinstance(reorganized, Mapping) else {"rebuilt": reorganized}
+
+
+def _verdicts(verdict: Any, models: Mapping[str, Any], named: bool) -> dict[str, Row | None]:
+    """The verdict of each model, as plain values."""
+    if verdict is None:
+        return {}
+    if not named:
+        return {next(iter(models), ""): dict(_plain(verdict))}
+    if not isinstance(verdict, Mapping) or not {*verdict} <= {*models}:
+        raise InvalidOption(f"verdict: expected verdicts by name, for {', '.join(models)}, got {verdict!r:.80}")
+    return {name: dict(_plain(value)) for name, value in verdict.items()}
 
 
 def _lines(monitor: Any) -> Any:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from crystallite.analysis.matrix import MatrixAnalysis
+from crystallite.core.axes import HEIGHT, WIDTH, Axis, finite, frame, legend, number, percent
 from crystallite.core.drawing import Box, Drawing, Label, Line, Raster, Shape
-from crystallite.report.axes import HEIGHT, WIDTH, Axis, finite, frame, legend, number, percent
 from crystallite.report.view import Outline, View, WeightHistogram
 
 __all__ = ["class_chart", "histogram_chart", "matrix_figure", "shades"]

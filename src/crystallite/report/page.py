@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
@@ -15,11 +14,14 @@ from typing import Any
 import numpy as np
 
 from crystallite.analysis import Analysis, MatrixAnalysis
+from crystallite.analysis.degrees import in_words
 from crystallite.analysis.verdict import FINDINGS
+from crystallite.core.axes import number, percent
+from crystallite.core.web import page_policy
 from crystallite.report.advice import next_steps
-from crystallite.report.axes import number, percent
 from crystallite.report.layer_charts import class_chart, histogram_chart, shades
-from crystallite.report.sections import Section
+from crystallite.report.rebuilt import Rebuilt
+from crystallite.report.sections import Section, figure
 from crystallite.report.view import View
 
 __all__ = ["page"]
@@ -27,10 +29,20 @@ __all__ = ["page"]
 _COLUMNS = ("Matrix", "Finding", "Blocks", "Largest", "Kept", "Dormant", "Size", "Fit", "Null f0")
 _WORDS = ("Matrix", "Finding", "Null f0")
 _GOOD, _SOME = ("separate",), ("hubs", "nested")
+_TERMS = {  # what the columns of the table, and words in findings, mean
+    "Blocks": "Outputs and inputs joined by kept weights. Blocks share no kept weight, so each can be computed alone.",
+    "Largest": "The share of the neurons in the largest block.",
+    "Kept": "Weights that pass the tests.",
+    "Dormant": "Outputs or inputs without a kept weight. An output still emits its bias.",
+    "Fit": "Kolmogorov–Smirnov distance between the weights and f0; small is good.",
+    "Null f0": "What chance alone would have put into the matrix: its initialisation where that explains the bulk of "
+    "the weights, else the bulk itself (“empirical”).",
+    "Hub": "One of few rows or columns without which a large block would fall apart; drawn as a border.",
+}
 _RULES = {
     "both": "A weight that is larger than chance explains (Neyman test) and favours some outputs over others "
-    "(random-walk test). Only these are drawn above.",
-    "neyman": "A weight that is larger than chance explains (Neyman test). Only these are drawn above.",
+    "(random-walk test). Only these are drawn.",
+    "neyman": "A weight that is larger than chance explains (Neyman test). Only these are drawn.",
 }
 
 
@@ -38,48 +50,49 @@ def page(
     title: str,
     analysis: Analysis,
     views: Sequence[View],
-    before: Sequence[Section],
-    after: Sequence[Section],
+    rebuilt: Sequence[Rebuilt],
     verdict: Mapping[str, Any] | None,
-    summary: Mapping[str, Any] | None,
+    results: Sequence[Section],
+    after: Sequence[Section],
 ) -> str:
-    """The whole page. Sections come before or after that of the layers."""
+    """The whole page: what came of the network first, then what to do next, then what the tests say of it.
+
+    verdict: of a model that is not among those rebuilt; results, after: sections before and after that of the layers.
+    """
     folder = Path(__file__).parent
     style, script = ((folder / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
     headline, _, findings = analysis.verdict.partition(": ")
-    named = {"next": "Next"} | {s.anchor: s.title for s in before} | {"layers": "Layers"}
-    named |= {s.anchor: s.title for s in after} | {"reading": "How to read this"}
+    found = headline.rstrip(".") + ".", findings[:1].upper() + findings[1:]
+    named = {s.anchor: s.title for s in results} if rebuilt else {}
+    named |= {"next": "Next"} | {s.anchor: s.title for s in results} | {"layers": "What the tests say"}
+    named |= {s.anchor: s.title for s in after}
     settings = f"level {analysis.options.level}, rule “{analysis.options.rule}”"
     rows = "\n".join(_table_row(i, row) for i, row in enumerate(analysis.rows))
-    heads = "".join(
-        f'<th scope="col" data-kind="{"word" if name in _WORDS else "number"}"'
-        f'{" class=words" if name in _WORDS else ""}><button type="button">{escape(name)}</button></th>'
-        for name in _COLUMNS
-    )
+    parts = [*map(_section, results), _next(next_steps(analysis, rebuilt))]
     return Template((folder / "page.html").read_text(encoding="utf-8")).substitute(
-        policy=f"default-src 'none'; img-src data:; style-src '{_hash(style)}'; script-src '{_hash(script)}'; "
-        "base-uri 'none'; form-action 'none'",
+        policy=page_policy(style, script),
         title=escape(title),
         style=style,
         script=script,
-        headline=escape(headline.rstrip(".") + "."),
-        findings=escape(findings[:1].upper() + findings[1:]),
-        validated=_validated(verdict),
+        headline=escape(_headline(rebuilt) or found[0]),
+        findings=escape("" if rebuilt else found[1]),
+        validated="".join(_validated(one.verdict, one.name if len(rebuilt) > 1 else "") for one in rebuilt)
+        or _validated(verdict),
         tiles="".join(
-            f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in _tiles(analysis, summary)
+            f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in _tiles(analysis, rebuilt)
         ),
         links="".join(f'<li><a href="#{anchor}">{escape(title)}</a></li>' for anchor, title in named.items()),
-        steps="".join(
-            f"<li>{escape(text)}{f' <code>{escape(code)}</code>' if code else ''}</li>"
-            for text, code in next_steps(analysis)
-        ),
-        before="\n".join(map(_section, before)),
+        top="\n".join(parts if rebuilt else [parts[-1], *parts[:-1]]),
+        tested=escape(" ".join(found)) if rebuilt else "",
         after="\n".join(map(_section, after)),
         caption=escape(f"{len(analysis.rows)} matrices at {settings}"),
-        heads=heads,
+        heads="".join(map(_head, _COLUMNS)),
         rows=rows,
         first=_most_telling(analysis.rows),
-        rule=escape(_RULES[analysis.options.rule]),
+        terms="".join(
+            f"<div><dt>{escape(term)}</dt><dd>{escape(meaning)}</dd></div>"
+            for term, meaning in {**_TERMS, "Kept": _RULES[analysis.options.rule]}.items()
+        ),
         version=version("crystallite"),
         data="\n".join(
             f'<script type="application/json" id="layer-{i}">{_json(_layer(view))}</script>'
@@ -88,9 +101,30 @@ def page(
     )
 
 
-def _hash(text: str) -> str:
-    """What the page's policy allows to run: this text, to the letter."""
-    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+def _head(name: str) -> str:
+    kind, words = ("word", " class=words") if name in _WORDS else ("number", "")
+    meaning = f' title="{escape(_TERMS[name])}"' if name in _TERMS else ""
+    return f'<th scope="col" data-kind="{kind}"{words}><button type="button"{meaning}>{escape(name)}</button></th>'
+
+
+def _next(steps: Sequence[tuple[str, str]]) -> str:
+    items = "".join(f"<li>{escape(text)}{f' <code>{escape(code)}</code>' if code else ''}</li>" for text, code in steps)
+    return (
+        '<section id="next" aria-labelledby="next-title"><h2 id="next-title">What to do next</h2>'
+        f'<ul class="steps">{items}</ul></section>'
+    )
+
+
+def _headline(rebuilt: Sequence[Rebuilt]) -> str:
+    """What was gained, of several models by the best of each; "" where nothing was rebuilt."""
+    if not rebuilt:
+        return ""
+    share = percent(min(one.macs[1] / max(1, one.macs[0]) for one in rebuilt))
+    faster = max((one.speedup or 0.0 for one in rebuilt), default=0.0)
+    if len(rebuilt) == 1:
+        return f"{share} of the multiply-adds" + (f", {faster:.2g}× as fast." if faster else ".")
+    gained = f"{len(rebuilt)} smaller models: down to {share} of the multiply-adds"
+    return gained + (f", up to {faster:.2g}× as fast." if faster else ".")
 
 
 def _json(value: Any) -> str:
@@ -105,30 +139,37 @@ def _most_telling(rows: Sequence[MatrixAnalysis]) -> int:
     return min(range(len(rows)), key=lambda i: (order.index(rows[i].finding), rows[i].kind == "embedding"), default=0)
 
 
-def _tiles(analysis: Analysis, summary: Mapping[str, Any] | None) -> list[tuple[str, str]]:
+def _tiles(analysis: Analysis, rebuilt: Sequence[Rebuilt]) -> list[tuple[str, str]]:
+    """The figures on top: of what was rebuilt, else of the analysis."""
+    if len(rebuilt) == 1:
+        (one,), verdict = rebuilt, rebuilt[0].verdict or {}
+        metric, size = verdict.get("metric"), verdict.get("parameters") or one.summary["parameters"]
+        tiles = [(metric["name"], " → ".join(map(figure, metric["values"])))] if metric else []
+        tiles.append(("multiply-adds left", percent(one.macs[1] / max(1, one.macs[0]))))
+        tiles += [("as fast", f"{one.speedup:.2f}×")] if one.speedup else []
+        return [*tiles, ("parameters left", percent(size[1] / max(1, size[0])))]
+    if rebuilt:
+        return []
     rows = analysis.rows
     weights = sum(row.rows * row.cols * row.matrices for row in rows)
     kept = sum(row.kept_share * row.rows * row.cols * row.matrices for row in rows)
-    tiles = [
+    return [
         ("matrices", str(len(rows))),
         ("weights", number(weights)),
         ("kept as significant", percent(kept / max(1, weights))),
         ("fall into blocks", f"{sum(row.finding == 'separate' for row in rows)} of {len(rows)}"),
     ]
-    if summary is not None:
-        macs_before, macs_after = summary["macs"]
-        tiles.append(("multiply-adds left", percent(macs_after / max(1, macs_before))))
-    return tiles
 
 
-def _validated(verdict: Mapping[str, Any] | None) -> str:
+def _validated(verdict: Mapping[str, Any] | None, name: str = "") -> str:
     if verdict is None:
         return ""
     passed = bool(verdict.get("passed"))
     text = "Validation passed." if passed else "Validation did not pass."
     said = [*(verdict.get("reasons") or ()), *filter(None, [verdict.get("guarantee")])]
     reasons = " ".join(str(reason).rstrip(".") + "." for reason in said)
-    return f'<p class="outcome{" passed" * passed}"><strong>{text}</strong> {escape(reasons)}</p>'
+    which = f"{escape(name)}: " if name else ""
+    return f'<p class="outcome{" passed" * passed}"><strong>{which}{text}</strong> {escape(reasons)}</p>'
 
 
 def _table_row(index: int, row: MatrixAnalysis) -> str:
@@ -283,9 +324,19 @@ def _facts(row: MatrixAnalysis) -> list[tuple[str, str]]:
     if row.hubs is not None and row.hubs["separates"] and row.hubs["count"]:
         hubs = f"rows {_some(row.hubs['rows'])}; columns {_some(row.hubs['cols'])}"
         facts.append(("Hubs", f"{row.hubs['count']}: {hubs}; without them {row.hubs['n_blocks']} blocks"))
+    if row.modularity is not None:
+        facts.append(("In degrees", in_words(row.modularity)))
+        facts.append(("Heaviest neurons", _heavy(row.modularity)))
     if row.n_scc is not None:
         facts.append(("Feedback", f"{row.n_scc} strong parts, {row.n_components} components, {row.n_layers} layers"))
     return facts
+
+
+def _heavy(found: Mapping[str, Any]) -> str:
+    """Hubs of the modules, and what score minus chance gains without each of them."""
+    sides = ("row", "column") if len(found["sizes"]) > 1 else ("unit", "unit")
+    named = [f"{sides[hub['group']]} {hub['neuron']} ({hub['gain']:+.3f})" for hub in found["hubs"]]
+    return ", ".join(named) or "none stands out"
 
 
 def _some(indices: Iterable[int]) -> str:

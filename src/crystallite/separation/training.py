@@ -117,7 +117,7 @@ def train_(
                 error = similarity(model, dense, ends, batch)
             else:
                 error, alone = _loss(model, loss, readouts, batch)
-            trainer.descend(error + schedule.block_loss * alone)
+            trainer.descend([error + schedule.block_loss * alone])
             record["sum"] += float(error.detach())
             bar.update()
             ended = trainer.step % length == 0

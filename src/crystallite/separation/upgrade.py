@@ -26,7 +26,7 @@ from crystallite.graph.neuron_groups import neuron_groups
 from crystallite.graph.trace import Mode, trace
 from crystallite.models.conv1d import turn_back_, turn_conv1d_
 from crystallite.models.manifest import source_sha256
-from crystallite.models.preparing import prepared
+from crystallite.models.preparing import note_call_, prepared
 from crystallite.models.record import Recipe, RecipeSearch, StorableNull, UpgradedOptions, record, set_record_
 from crystallite.models.transformers_folder import write_config
 from crystallite.models.typed_json import from_plain, to_plain
@@ -259,6 +259,7 @@ def upgrade(
         start,
     )
     set_record_(small, replace(record(small), options=options, prepared=notes))
+    note_call_(small, [example])
     write_config(small, model)
     return small
 

@@ -5,25 +5,34 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Hashable
 from dataclasses import dataclass, field
+from typing import Any
 
-import torch
-from torch import Tensor
-
+from crystallite.serving.joining import Joining
 from crystallite.serving.limits import Limits
 from crystallite.serving.logs import current
 from crystallite.serving.metrics import Metrics
 from crystallite.serving.refusal import Refusal
+from crystallite.serving.signature import Tensors
+from crystallite.serving.statistics import Statistics
+from crystallite.serving.tracing import current_span, span
 
 __all__ = ["Batcher"]
 
 
+_WASTE = 0.3  # of what a batch computes may be filled up with nothing
+
+
 @dataclass(eq=False)
 class _Waiting:
-    x: Tensor
-    answer: asyncio.Future[Tensor]
+    given: Tensors
+    samples: int
+    key: Hashable  # requests of one key may be one batch
+    length: int  # of a sample, in what a batch fills up
+    answer: asyncio.Future[Tensors]
     arrived: float = field(default_factory=time.monotonic)
+    span: Any = field(default_factory=current_span)
     taken: float = 0.0  # when its batch began
 
 
@@ -32,18 +41,22 @@ class Batcher:
 
     An idle function is called at once, or after `max_wait`; while it is busy, requests gather and become the next
     batch. Whoever has left or has waited too long is not computed. If a batch of several requests fails, each of them
-    is computed alone, so that none fails for another.
+    is computed alone, so that none fails for another. The oldest request is always in the next batch, with those that
+    are most like it in length.
     """
 
     def __init__(
         self,
         model: str,
-        run: Callable[[Tensor], Awaitable[Tensor]],
+        run: Callable[[Tensors], Awaitable[Tensors]],
+        joining: Joining,
         limits: Limits,
         metrics: Metrics,
+        statistics: Statistics,
         batches: int = 1,  # at once
     ) -> None:
-        self._model, self._run, self._limits, self._metrics, self._batches = model, run, limits, metrics, batches
+        self._model, self._run, self.joining = model, run, joining
+        self._limits, self._metrics, self._statistics, self._batches = limits, metrics, statistics, batches
         self._queue: list[_Waiting] = []
         self._arrival = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -55,14 +68,22 @@ class Batcher:
         """Requests that are not computed yet."""
         return len(self._queue)
 
-    async def infer(self, x: Tensor, timeout: float | None = None) -> Tensor:
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing waits and nothing is computed."""
+        return not self._queue and not self._tasks
+
+    async def infer(self, given: Tensors, timeout: float | None = None) -> Tensors:
         """The answer for these samples, or a `Refusal`: 429 if the queue is full, 503 if closed, 504 if too late."""
         if self._closed:
             raise Refusal(503, f"{self._model} is shutting down", retry_after=1)
         if len(self._queue) >= self._limits.max_queue:
             raise Refusal(429, f"{self._model}: {len(self._queue)} requests wait already", self._retry_after())
         allowed = min(timeout or math.inf, self._limits.timeout)
-        waiting = _Waiting(x, asyncio.get_running_loop().create_future())
+        joining, given = self.joining, self.joining.completed(given)
+        samples = next(iter(given.values())).shape[0]
+        answer_later: asyncio.Future[Tensors] = asyncio.get_running_loop().create_future()
+        waiting = _Waiting(given, samples, joining.key(given), joining.length(given), answer_later)
         self._queue.append(waiting)
         self._arrival.set()
         if len(self._tasks) < self._batches:
@@ -109,7 +130,7 @@ class Batcher:
     async def _gather(self) -> None:
         """Wait for a full batch, but not longer than the first request may wait."""
         until = self._queue[0].arrived + self._limits.max_wait
-        while self._queue and not self._flushing and sum(len(w.x) for w in self._queue) < self._limits.max_batch:
+        while self._queue and not self._flushing and sum(w.samples for w in self._queue) < self._limits.max_batch:
             self._arrival.clear()
             try:
                 async with asyncio.timeout(until - time.monotonic()):
@@ -118,25 +139,44 @@ class Batcher:
                 return
 
     def _take(self) -> list[_Waiting]:
-        """The oldest requests, as many as fit into a batch, at least one."""
-        batch: list[_Waiting] = []
-        samples = 0
-        while self._queue and (not batch or samples + len(self._queue[0].x) <= self._limits.max_batch):
-            samples += len(self._queue[0].x)
-            batch.append(self._queue.pop(0))
+        """The oldest request and others that may go with it, as many as fit into a batch, at least one.
+
+        Those nearest in length come first, and of these the oldest: filling up costs as much as computing.
+        """
+        if not self._queue:
+            return []
+        first = self._queue[0]
+        others = (waiting for waiting in self._queue if waiting is not first and waiting.key == first.key)
+        batch, samples, filled, longest = [first], first.samples, first.samples * first.length, first.length
+        for waiting in sorted(others, key=lambda waiting: abs(waiting.length - first.length)):
+            samples += waiting.samples
+            if samples > self._limits.max_batch:
+                break
+            filled += waiting.samples * waiting.length
+            if samples * max(longest, waiting.length) * (1 - _WASTE) > filled:
+                samples, filled = samples - waiting.samples, filled - waiting.samples * waiting.length
+                continue
+            longest = max(longest, waiting.length)
+            batch.append(waiting)
+        taken = set(map(id, batch))
+        self._queue = [waiting for waiting in self._queue if id(waiting) not in taken]
         return batch
 
     async def _answer(self, batch: list[_Waiting]) -> None:
         batch = [waiting for waiting in batch if not waiting.answer.done()]  # the others have left
         if not batch:
             return
-        x = batch[0].x if len(batch) == 1 else torch.cat([waiting.x for waiting in batch])
-        self._metrics.observe("crystallite_batch_samples", len(x), model=self._model)
+        parts = [waiting.given for waiting in batch]
+        samples = sum(waiting.samples for waiting in batch)
+        self._metrics.observe("crystallite_batch_samples", samples, model=self._model)
         for waiting in batch:
             waiting.taken = time.monotonic()
             self._metrics.observe("crystallite_queue_seconds", waiting.taken - waiting.arrived, model=self._model)
+        began = time.monotonic()
         try:
-            y = await self._run(x)
+            with span("transform", [w.span for w in batch], model=self._model, samples=samples, requests=len(batch)):
+                answers = self.joining.split(await self._run(self.joining.joined(parts)), parts)
+            self._statistics.batch(samples, time.monotonic() - began)
         except Exception as error:  # delivered to whoever asked; the queue goes on
             if len(batch) > 1:
                 for waiting in batch:
@@ -144,11 +184,11 @@ class Batcher:
             elif not batch[0].answer.done():
                 batch[0].answer.set_exception(error)
             return
-        for waiting, rows in zip(batch, y.split([len(waiting.x) for waiting in batch]), strict=True):
+        for waiting, answer in zip(batch, answers, strict=True):
             if not waiting.answer.done():
-                waiting.answer.set_result(rows)
+                waiting.answer.set_result(answer)
 
     def _retry_after(self) -> int:
         """Whole seconds, at least one, after which the queue should have been worked off."""
-        batches = sum(len(waiting.x) for waiting in self._queue) / self._limits.max_batch
+        batches = sum(waiting.samples for waiting in self._queue) / self._limits.max_batch
         return max(1, math.ceil(batches * self._batch_seconds))

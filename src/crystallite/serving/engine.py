@@ -8,7 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+
+from crystallite.serving.interface import computed
+from crystallite.serving.signature import Tensors
 
 __all__ = ["Engine", "LocalEngine", "Unreachable"]
 
@@ -22,8 +25,8 @@ class Engine(Protocol):
 
     batches: int  # that are worth having under way at once
 
-    async def run(self, piece: str, x: Tensor) -> Tensor:
-        """piece(x); raises `Unreachable` if no answer came, and what the piece raised if it failed."""
+    async def run(self, piece: str, given: Tensors) -> Tensors:
+        """What the piece makes of named tensors; raises `Unreachable` if no answer came, and what it raised if not."""
 
     async def replicas(self) -> Mapping[str, int]:
         """The number of running replicas of each piece."""
@@ -38,13 +41,13 @@ class LocalEngine:
     torch's number of threads belongs to the whole process and stays as it is: with several pieces and as many cores,
     `OMP_NUM_THREADS=1` keeps them from taking each other's.
 
-    >>> async def doubled() -> Tensor:
+    >>> async def doubled() -> Tensors:
     ...     engine = LocalEngine({"double": nn.Linear(1, 1, bias=False)})
-    ...     y = await engine.run("double", torch.zeros(1, 1))
+    ...     y = await engine.run("double", {"input": torch.zeros(1, 1)})
     ...     await engine.close()
     ...     return y
     >>> asyncio.run(doubled())
-    tensor([[0.]])
+    {'output': tensor([[0.]])}
     """
 
     batches = 1  # a second one would only take cores from the first
@@ -54,8 +57,8 @@ class LocalEngine:
         workers = max(1, min(len(pieces), torch.get_num_threads()))
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="crystallite-piece")
 
-    async def run(self, piece: str, x: Tensor) -> Tensor:
-        return await asyncio.get_running_loop().run_in_executor(self._pool, _computed, self._pieces[piece], x)
+    async def run(self, piece: str, given: Tensors) -> Tensors:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, computed, self._pieces[piece], given)
 
     async def replicas(self) -> Mapping[str, int]:
         return dict.fromkeys(self._pieces, 1)
@@ -63,8 +66,3 @@ class LocalEngine:
     async def close(self) -> None:
         await asyncio.to_thread(self._pool.shutdown)
         self._pieces.clear()
-
-
-@torch.no_grad()
-def _computed(module: nn.Module, x: Tensor) -> Tensor:
-    return module(x)

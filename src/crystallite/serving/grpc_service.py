@@ -10,16 +10,17 @@ import grpc
 import numpy as np
 import torch
 from google.protobuf.message import DecodeError
-from torch import Tensor
 
 from crystallite.core.errors import InvalidOption
 from crystallite.serving.grpc_messages import PACKAGE, message
+from crystallite.serving.headers import Caller
+from crystallite.serving.limits import MOST_HEADER_BYTES, MOST_HEADERS
 from crystallite.serving.logs import Entry
-from crystallite.serving.protocol import OUTPUT, SERVER, Request, checked_shape, describe, from_bytes, to_bytes
+from crystallite.serving.protocol import EXTENSIONS, SERVER, Request, describe, request_of
 from crystallite.serving.refusal import CLIENT_LEFT, Refusal
 from crystallite.serving.request_guard import RequestGuard
-from crystallite.serving.service import Service
-from crystallite.serving.signature import DATATYPES, Signature
+from crystallite.serving.signature import DATATYPES, Signature, Tensors, TensorSpec
+from crystallite.serving.tensor_data import Value, checked_spec, from_bytes, strings, to_bytes
 
 __all__ = ["GrpcServer"]
 
@@ -27,32 +28,47 @@ Method = Callable[[Entry, Any, Any], Awaitable[Any]]
 _CODES = {
     400: grpc.StatusCode.INVALID_ARGUMENT,
     401: grpc.StatusCode.UNAUTHENTICATED,
+    403: grpc.StatusCode.PERMISSION_DENIED,
     404: grpc.StatusCode.NOT_FOUND,
     413: grpc.StatusCode.RESOURCE_EXHAUSTED,
     429: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    431: grpc.StatusCode.RESOURCE_EXHAUSTED,
     CLIENT_LEFT: grpc.StatusCode.CANCELLED,
+    500: grpc.StatusCode.INTERNAL,
+    501: grpc.StatusCode.UNIMPLEMENTED,
     503: grpc.StatusCode.UNAVAILABLE,
     504: grpc.StatusCode.DEADLINE_EXCEEDED,
 }
-_TYPED = {torch.float32: "fp32_contents", torch.float64: "fp64_contents", torch.int64: "int64_contents"}
-_ENVELOPE = 1 << 16  # bytes of a message beyond its tensor
+_TYPED = {
+    torch.float32: "fp32_contents", torch.float64: "fp64_contents", torch.int64: "int64_contents",
+    torch.int32: "int_contents", torch.int16: "int_contents", torch.int8: "int_contents", torch.uint8: "uint_contents",
+    torch.bool: "bool_contents",
+}  # fmt: skip
+_ENVELOPE = 1 << 16  # bytes of a message beyond its tensors
 
 
 class GrpcServer:
     """A gRPC port of a service; made, started and stopped on the service's event loop."""
 
-    def __init__(self, service: Service, address: str, token: str | None, tls: tuple[bytes, bytes] | None) -> None:
-        """`address` is host:port; `tls` a private key and a chain of certificates, PEM."""
-        methods = _Methods(RequestGuard(service, token))
+    def __init__(self, guard: RequestGuard, address: str, tls: tuple[bytes, bytes] | None, connections: int) -> None:
+        """`address` is host:port; `tls` a private key and a chain of certificates, PEM; `connections`: at most."""
+        limits = guard.service.limits
         options = [
-            ("grpc.max_receive_message_length", service.limits.max_bytes + _ENVELOPE),
+            ("grpc.max_receive_message_length", limits.max_bytes + _ENVELOPE),
             ("grpc.max_send_message_length", -1),
+            # the headers of both protocols are measured alike, by `Caller`; gRPC counts 32 more for each
+            ("grpc.max_metadata_size", MOST_HEADER_BYTES + 32 * MOST_HEADERS),
+            ("grpc.absolute_max_metadata_size", 2 * MOST_HEADER_BYTES),
+            ("grpc.max_allowed_incoming_connections", connections),
+            ("grpc.server_handshake_timeout_ms", math.ceil(limits.header_timeout * 1000)),
+            ("grpc.max_connection_idle_ms", math.ceil(limits.idle_timeout * 1000)),
             ("grpc.so_reuseport", 0),  # a port that is taken is an error, not a lottery
             # a message is no larger than it looks: a compressed one is refused, not unpacked
             ("grpc.compression_enabled_algorithms_bitset", 1),
             ("grpc.per_message_decompression", 0),
         ]
-        self._server = grpc.aio.server(handlers=[methods.handlers()], options=options)
+        handlers = [_Methods(guard).handlers()]
+        self._server = grpc.aio.server(handlers=handlers, options=options, maximum_concurrent_rpcs=connections)
         try:
             if tls is None:
                 self.port = self._server.add_insecure_port(address)
@@ -82,6 +98,10 @@ class _Methods:
             "ModelReady": self._model_ready,
             "ModelMetadata": self._model_metadata,
             "ModelInfer": self._model_infer,
+            "ModelStatistics": self._model_statistics,
+            "RepositoryIndex": self._repository_index,
+            "RepositoryModelLoad": self._repository_model_load,
+            "RepositoryModelUnload": self._repository_model_unload,
         }
         handlers = {
             name: grpc.unary_unary_rpc_method_handler(self._guard(name, method)) for name, method in methods.items()
@@ -94,13 +114,14 @@ class _Methods:
         is_open = name in ("ServerLive", "ServerReady")  # what a supervisor asks before it has a token
 
         async def guarded(content: bytes, context: Any) -> bytes:
-            metadata = dict(context.invocation_metadata() or ())
-            entry = Entry("grpc", call, metadata.get("x-request-id"), metadata.get("traceparent"))
+            entry = Entry("grpc", call)
             refused: Refusal | None = None
             try:
                 with self._door.recorded(entry):
+                    caller = Caller.of(context.invocation_metadata() or ())
+                    entry.given_id, entry.trace = caller.request_id, caller.trace
                     if not is_open:
-                        self._door.authorize(metadata.get("authorization"))
+                        self._door.admit(caller)
                     try:
                         request = request_of.FromString(content)
                     except DecodeError:
@@ -128,7 +149,7 @@ class _Methods:
         return message("ServerReadyResponse")(ready=True)  # models are loaded before the port is opened
 
     async def _server_metadata(self, _entry: Entry, _request: Any, _context: Any) -> Any:
-        return message("ServerMetadataResponse")(**SERVER)
+        return message("ServerMetadataResponse")(**SERVER, extensions=EXTENSIONS)
 
     async def _model_ready(self, _entry: Entry, request: Any, _context: Any) -> Any:
         try:
@@ -139,57 +160,90 @@ class _Methods:
 
     async def _model_metadata(self, _entry: Entry, request: Any, _context: Any) -> Any:
         model = self._service.model(request.name, request.version or None)
-        return message("ModelMetadataResponse")(**describe(model.name, model.version, model.signature))
+        return message("ModelMetadataResponse")(**describe(model.name, model.versions, model.signature))
+
+    async def _model_statistics(self, _entry: Entry, request: Any, _context: Any) -> Any:
+        models = list(self._service.models.values())
+        if request.name:
+            models = [self._service.model(request.name, request.version or None)]
+        found = [model.statistics.to_json(model.name, model.version) for model in models]
+        return message("ModelStatisticsResponse")(model_stats=found)
+
+    async def _repository_index(self, _entry: Entry, request: Any, _context: Any) -> Any:
+        states = [state for state in self._service.states if state["state"] == "READY" or not request.ready]
+        return message("RepositoryIndexResponse")(models=states)
+
+    async def _repository_model_load(self, _entry: Entry, request: Any, _context: Any) -> Any:
+        await self._service.reloaded(request.model_name)
+        return message("RepositoryModelLoadResponse")()
+
+    async def _repository_model_unload(self, _entry: Entry, request: Any, _context: Any) -> Any:
+        await self._service.unloaded(request.model_name)
+        return message("RepositoryModelUnloadResponse")()
 
     async def _model_infer(self, entry: Entry, request: Any, context: Any) -> Any:
         model = self._service.model(request.model_name, request.model_version or None)
         entry.model, entry.version = model.name, model.version
         asked = _decoded(request, model.signature, context.time_remaining())
-        y, version = await self._door.answer(entry, asked, model.name, request.model_version or None)
-        return _encoded(y, asked, model.name, version)
+        answer, version = await self._door.answer(entry, asked, model.name, request.model_version or None)
+        return _encoded(answer, asked, model.name, version)
 
 
 def _decoded(request: Any, signature: Signature, remaining: float | None) -> Request:
     """The request in a message, under the deadline of its call; a `Refusal` that says what is wrong with it."""
-    if len(request.inputs) != 1:
-        raise Refusal(400, f"inputs: expected one tensor, got {len(request.inputs)}")
-    tensor = request.inputs[0]
-    shape = checked_shape(tensor.name, tensor.datatype, list(tensor.shape), signature)
-    is_raw = len(request.raw_input_contents) > 0
-    if is_raw:
-        if len(request.raw_input_contents) != 1 or tensor.HasField("contents"):
-            raise Refusal(400, "input: expected one raw_input_contents, or contents of the tensor, got several")
-        x = from_bytes(request.raw_input_contents[0], shape, signature.input_dtype)
-    else:
-        x = _from_contents(tensor.contents, shape, signature.input_dtype)
+    if not 0 < len(request.inputs) <= len(signature.all_inputs):
+        most = len(signature.all_inputs)
+        raise Refusal(400, f"inputs: expected one to {most} tensors, got {len(request.inputs)}")
+    raw = request.raw_input_contents
+    if raw and (len(raw) != len(request.inputs) or any(tensor.HasField("contents") for tensor in request.inputs)):
+        raise Refusal(
+            400, "inputs: expected raw_input_contents for each tensor, or contents of each, got other numbers of them"
+        )
+    signature.check_names([tensor.name for tensor in request.inputs])
+    given: dict[str, Value] = {}
+    for i, tensor in enumerate(request.inputs):
+        spec, shape = checked_spec(tensor.name, tensor.datatype, list(tensor.shape), signature)
+        given[spec.name] = from_bytes(raw[i], spec, shape) if raw else _from_contents(tensor.contents, spec, shape)
+    wanted: dict[str, bool] = {}
     for output in request.outputs:
-        if output.name != OUTPUT or len(request.outputs) > 1 or output.parameters:
-            raise Refusal(400, f"outputs: expected {OUTPUT!r} without parameters, got {output.name!r:.80}")
+        if output.parameters or output.name in wanted:
+            raise Refusal(400, f"outputs: expected different names without parameters, got {output.name!r:.80}")
+        wanted[output.name] = bool(raw)
     timeout = remaining
     if "timeout" in request.parameters:
         microseconds = request.parameters["timeout"].int64_param
         if microseconds < 1:
             raise Refusal(400, f"timeout: expected microseconds, 1 or more, got {microseconds}")
         timeout = min(microseconds / 1e6, math.inf if remaining is None else remaining)
-    return Request(x, request.id or None, is_raw, timeout)
+    return request_of(given, signature, wanted, request.id or None, timeout, bool(raw))
 
 
-def _from_contents(contents: Any, shape: list[int], dtype: torch.dtype) -> Tensor:
-    field = _TYPED.get(dtype)
+def _from_contents(contents: Any, spec: TensorSpec, shape: list[int]) -> Value:
+    if spec.dtype is None:
+        return strings(contents.bytes_contents, spec, shape)
+    field = _TYPED.get(spec.dtype)
     if field is None:
-        raise Refusal(400, f"input: {DATATYPES[dtype]} has no typed contents; expected raw_input_contents")
-    numbers = np.array(getattr(contents, field), dtype=str(dtype).removeprefix("torch."))
-    if numbers.size != math.prod(shape):
-        raise Refusal(400, f"input: expected {math.prod(shape)} {field} for shape {shape}, got {numbers.size}")
+        raise Refusal(400, f"{spec.name}: {spec.datatype} has no typed contents; expected raw_input_contents")
+    content = getattr(contents, field)
+    if len(content) != math.prod(shape):
+        raise Refusal(400, f"{spec.name}: expected {math.prod(shape)} {field} for shape {shape}, got {len(content)}")
+    try:
+        numbers = np.array(content, dtype=str(spec.dtype).removeprefix("torch."))
+    except OverflowError:
+        limits = torch.iinfo(spec.dtype)
+        raise Refusal(400, f"{spec.name}: expected integers from {limits.min} to {limits.max}") from None
     return torch.from_numpy(numbers).reshape(shape)
 
 
-def _encoded(y: Tensor, asked: Request, name: str, version: str) -> Any:
-    """The answer, in raw bytes if the question was, or where its datatype has no other form."""
+def _encoded(answer: Tensors, asked: Request, name: str, version: str) -> Any:
+    """The answer, in raw bytes if the question was, or where a datatype of it has no other form."""
     response = message("ModelInferResponse")(model_name=name, model_version=version, id=asked.id or "")
-    output = response.outputs.add(name=OUTPUT, datatype=DATATYPES[y.dtype], shape=list(y.shape))
-    if asked.binary or y.dtype not in _TYPED:
-        response.raw_output_contents.append(to_bytes(y))
-    else:
-        getattr(output.contents, _TYPED[y.dtype]).extend(y.flatten().tolist())
+    raw = any(asked.outputs.values()) or any(answer[output].dtype not in _TYPED for output in asked.outputs)
+    for output in asked.outputs:
+        y = answer[output]
+        described = response.outputs.add(name=output, datatype=DATATYPES[y.dtype], shape=list(y.shape))
+        if raw:
+            response.raw_output_contents.append(to_bytes(y))
+        else:
+            getattr(described.contents, _TYPED[y.dtype]).extend(y.flatten().tolist())
     return response

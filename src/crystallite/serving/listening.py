@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-import ipaddress
 import socket
 import ssl
+from collections.abc import Iterable
 from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from crystallite.core.errors import InvalidOption
+from crystallite.serving.connections import room_for
+from crystallite.serving.headers import is_loopback
+from crystallite.serving.request_guard import RequestGuard
 from crystallite.serving.service import Service
 
 if TYPE_CHECKING:
     from crystallite.serving.grpc_service import GrpcServer
 
-__all__ = ["Listener", "check_address", "is_loopback"]
+__all__ = ["Listener", "check_address"]
 
 _GRACE = 30  # seconds that accepted requests have after the end was asked for
 _CONNECTIONS = 1024  # that may wait to be accepted
@@ -28,9 +31,13 @@ class Listener:
 
     Listens on this machine only; any other address needs a token, which requests carry as `Authorization: Bearer …`.
 
+    Without a token, requests to other names than this machine's, and from pages of other sites, are refused.
+
     - `port`: 0 takes a free one.
     - `grpc_port`: also answer gRPC, at `listener.grpc_target`.
     - `tls`: a certificate (with its chain) and its private key, PEM files, for both protocols.
+    - `allow_hosts`: names under which this machine is known to others, such as a proxy's; they may be in `Host` and
+      `Origin` headers.
     """
 
     def __init__(
@@ -42,8 +49,10 @@ class Listener:
         *,
         grpc_port: int | None = None,
         tls: tuple[Path, Path] | None = None,
+        allow_hosts: Iterable[str] = (),
     ) -> None:
         check_address(host, token)
+        guard = RequestGuard(service, token, allow_hosts)
         if tls is not None:
             _check_certificate(*tls)
         try:
@@ -52,6 +61,7 @@ class Listener:
         except ImportError:
             raise InvalidOption(_MISSING) from None
         shown = f"[{host}]" if ":" in host else host
+        connections = room_for(service.limits.max_connections, 1 + (grpc_port is not None))
         self._service = service
         self._grpc: GrpcServer | None = None
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -60,13 +70,13 @@ class Listener:
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         try:
             if grpc_port is not None:
-                self._grpc = service.run(_started_grpc(service, f"{shown}:{grpc_port}", token, tls))
+                self._grpc = service.run(_started_grpc(guard, f"{shown}:{grpc_port}", tls, connections))
         except BaseException:
             self._socket.close()
             raise
         self.grpc_target = None if self._grpc is None else f"{shown}:{self._grpc.port}"
         self.url = f"http{'s' * (tls is not None)}://{shown}:{self._socket.getsockname()[1]}"
-        self._server = http_server(application(service, token), _GRACE, tls)
+        self._server = http_server(application(guard), service.limits, service.metrics, connections, _GRACE, tls)
         self._done: Future[Any] = service.start(self._server.serve([self._socket]))
 
     def close(self) -> None:
@@ -87,13 +97,15 @@ class Listener:
         self.close()
 
 
-async def _started_grpc(service: Service, address: str, token: str | None, tls: tuple[Path, Path] | None) -> GrpcServer:
+async def _started_grpc(
+    guard: RequestGuard, address: str, tls: tuple[Path, Path] | None, connections: int
+) -> GrpcServer:
     try:
         from crystallite.serving.grpc_service import GrpcServer
     except ImportError:
         raise InvalidOption(_MISSING) from None
     pair = None if tls is None else (tls[1].read_bytes(), tls[0].read_bytes())
-    server = GrpcServer(service, address, token, pair)
+    server = GrpcServer(guard, address, pair, connections)
     await server.start()
     return server
 
@@ -113,15 +125,3 @@ def check_address(host: str, token: str | None) -> None:
         raise InvalidOption("token: expected at least 16 printable ASCII characters")
     if token is None and not is_loopback(host):
         raise InvalidOption(f"{host}: listening beyond this machine needs a token")
-
-
-def is_loopback(host: str) -> bool:
-    """Whether nobody but this machine can reach that address.
-
-    >>> is_loopback("127.0.0.1"), is_loopback("0.0.0.0")
-    (True, False)
-    """
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

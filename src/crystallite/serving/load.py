@@ -5,20 +5,22 @@ nothing: `python load.py` reads an `Ask` as JSON and prints a `Load`.
 """
 
 import asyncio
+import itertools
 import json
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 
 
 @dataclass(frozen=True)
 class Ask:
-    """Where to send which request, from how many clients, and for how long."""
+    """Where to send which requests, from how many clients, and for how long."""
 
     host: str
     port: int
-    head: str  # request line and headers, without the empty line
-    body: str  # hexadecimal
+    requests: list[tuple[str, str]]  # request line and headers, without the empty line; the body, hexadecimal
     clients: int
     seconds: float
     warmup: float = 0.5  # seconds before anything is counted
@@ -50,10 +52,10 @@ class Load:
 
 
 class _Client(asyncio.Protocol):
-    """One connection that sends the same request again and again."""
+    """One connection that sends one request after the other."""
 
-    def __init__(self, request: bytes, until: float) -> None:
-        self.request, self.until = request, until
+    def __init__(self, requests: Iterator[bytes], until: float) -> None:
+        self.requests, self.until = requests, until
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.answers: list[tuple[float, float, str]] = []  # when, how long, status
         self._received = b""
@@ -64,7 +66,7 @@ class _Client(asyncio.Protocol):
 
     def _send(self) -> None:
         self._started = time.perf_counter()
-        self._transport.write(self.request)  # type: ignore[attr-defined]
+        self._transport.write(next(self.requests))  # type: ignore[attr-defined]
 
     def data_received(self, data: bytes) -> None:
         self._received += data
@@ -89,15 +91,23 @@ class _Client(asyncio.Protocol):
             self.done.set_result(None)
 
 
+def _same(client: _Client) -> _Client:
+    return client
+
+
 async def run(ask: Ask) -> Load:
     """The load, from this process."""
-    loop, body = asyncio.get_running_loop(), bytes.fromhex(ask.body)
-    request = f"{ask.head}\r\nHost: {ask.host}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+    loop, requests = asyncio.get_running_loop(), []
+    for head, text in ask.requests:
+        body = bytes.fromhex(text)
+        requests.append(f"{head}\r\nHost: {ask.host}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
     counted = time.perf_counter() + ask.warmup
     until = counted + ask.seconds
     clients = []
-    for _ in range(ask.clients):
-        _, client = await loop.create_connection(lambda: _Client(request, until), ask.host, ask.port)
+    for i in range(ask.clients):
+        first = i * len(requests) // ask.clients  # each begins elsewhere
+        client = _Client(itertools.cycle(requests[first:] + requests[:first]), until)
+        await loop.create_connection(partial(_same, client), ask.host, ask.port)
         clients.append(client)
     await asyncio.wait([client.done for client in clients], timeout=ask.warmup + ask.seconds + 60)
     answers = [answer for client in clients for answer in client.answers if answer[0] >= counted]

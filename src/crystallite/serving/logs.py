@@ -4,37 +4,35 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 import time
 import uuid
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
-__all__ = ["Entry", "current", "log", "log_json"]
+from crystallite.serving.headers import Trace, identifier
+
+__all__ = ["Entry", "current", "log", "log_json", "server_log"]
 
 # silent unless a program, or `crystallite serve --log json`, asks for its INFO lines
 log = logging.getLogger("crystallite.requests")
+server_log = logging.getLogger("crystallite.server")  # what an operator should know; on standard error by default
 
 current: ContextVar[Entry | None] = ContextVar("current", default=None)  # the request that is being answered
-
-_IDENTIFIER = re.compile(r"[\x21-\x7e]{1,128}")
-_TRACE = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-[0-9a-f]{2}")  # W3C Trace Context
 
 
 @dataclass
 class Entry:
-    """One request, with the client's `x-request-id` and `traceparent` if it sent them.
+    """One request, with the name that the caller gave it and its place in the caller's trace.
 
-    >>> entry = Entry("http", "infer", given_id="7", traceparent=f"00-{'a' * 32}-{'b' * 16}-01")
-    >>> entry.request_id, entry.trace_id == "a" * 32
-    ('7', True)
+    >>> Entry("http", "infer", given_id="7").request_id
+    '7'
     """
 
     protocol: str
     call: str
     given_id: str | None = None
-    traceparent: str | None = None
+    trace: Trace | None = None
     model: str | None = None
     version: str | None = None
     samples: int | None = None
@@ -47,21 +45,13 @@ class Entry:
     @property
     def request_id(self) -> str:
         """As given, if it fits into a header; otherwise a new one."""
-        if self.given_id is None or not _IDENTIFIER.fullmatch(self.given_id):
-            self.given_id = uuid.uuid4().hex
+        self.given_id = identifier(self.given_id) or uuid.uuid4().hex
         return self.given_id
-
-    @property
-    def trace_id(self) -> str | None:
-        """Of the trace that the caller is in."""
-        found = _TRACE.fullmatch(self.traceparent or "")
-        return found and found[1]
 
     def write(self) -> None:
         """Log the request, with the names that OpenTelemetry has for traces."""
         if not log.isEnabledFor(logging.INFO):
             return
-        trace = _TRACE.fullmatch(self.traceparent or "")
         line = {
             "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
             "protocol": self.protocol,
@@ -74,8 +64,8 @@ class Entry:
             "queue_seconds": _rounded(self.queue_seconds),
             "compute_seconds": _rounded(self.compute_seconds),
             "request_id": self.request_id,
-            "trace_id": trace and trace[1],
-            "span_id": trace and trace[2],
+            "trace_id": self.trace and self.trace.trace_id,
+            "span_id": self.trace and self.trace.span_id,
             "error": self.error,
         }
         log.info(json.dumps({name: value for name, value in line.items() if value is not None}))

@@ -10,11 +10,18 @@ from crystallite.core.errors import InvalidOption
 __all__ = ["Metrics"]
 
 _SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+_SHARES = (1e-6, 1e-5, 1e-4, 1e-3, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 _SAMPLES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 _COUNTERS = {  # help and labels
     "crystallite_requests_total": ("Requests by model and HTTP status", ("model", "status")),
     "crystallite_retries_total": ("Calls of a piece that were repeated", ("model", "piece")),
     "crystallite_reloads_total": ("Reloads of a model, by outcome", ("model", "outcome")),
+    "crystallite_trial_requests_total": (
+        "Requests of a trial, by what became of them",
+        ("model", "outcome"),
+    ),
+    "crystallite_trial_decisions_total": ("Samples on which both systems decide alike or not", ("model", "outcome")),
+    "crystallite_closed_connections_total": ("Connections over HTTP that were closed early, by reason", ("reason",)),
     "crystallite_inputs_total": ("Inputs that were compared with those that a fitted model knows", ("model", "layer")),
     "crystallite_unfamiliar_inputs_total": (
         "Of these, unlike all but 1 % of what it was fitted on",
@@ -25,6 +32,8 @@ _HISTOGRAMS = {  # help, labels and the upper bounds of the buckets
     "crystallite_request_seconds": ("From the arrival of a request to its answer", ("model",), _SECONDS),
     "crystallite_queue_seconds": ("From the arrival of a request to the start of its batch", ("model",), _SECONDS),
     "crystallite_batch_samples": ("Samples that were computed together", ("model",), _SAMPLES),
+    "crystallite_trial_deviation": ("Relative deviation of a request's worst sample", ("model",), _SHARES),
+    "crystallite_trial_seconds": ("Batches of both systems of a trial", ("model", "system"), _SECONDS),
     "crystallite_piece_seconds": ("Calls of a piece, inference tier", ("model", "piece"), _SECONDS),
 }
 

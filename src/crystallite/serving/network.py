@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import copy
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from crystallite.operators.chain import BlockChain
-from crystallite.operators.chain_layer import ChainLayer
-from crystallite.reorganization.subnetworks import Subnetworks
+from crystallite.models.manifest import source_sha256
+from crystallite.serving.cuts.calls import Request, calls_go_to
+from crystallite.serving.cuts.features import CutFeatures
+from crystallite.serving.cuts.operators import without_blocks
+from crystallite.serving.cuts.site import Named
+from crystallite.serving.interface import NamedModel, computed
+from crystallite.serving.piece import Piece, part_of
+from crystallite.serving.signature import INPUT, Tensors
 
-__all__ = ["Call", "Fan", "Local", "Network", "Step", "fused"]
+__all__ = ["Call", "Fan", "Inside", "Local", "Network", "Step", "network_of", "runs"]
 
 
 @dataclass(frozen=True)
@@ -32,17 +37,19 @@ class Call:
 
 @dataclass(frozen=True)
 class Fan:
-    """Pieces that each take some features and return some, and the tables that deal them out and put them together."""
+    """Pieces that each take some features and return some, site after site."""
 
-    pieces: tuple[str, ...]
-    networks: Subnetworks
-
-    def deal(self, x: Tensor) -> list[Tensor]:
-        """What each piece gets to read."""
-        return [x.index_select(-1, reads) for reads in self.networks.inputs]
+    module: CutFeatures
 
 
-Step = Local | Call | Fan
+@dataclass(frozen=True)
+class Inside:
+    """A model that runs in the transform tier, where operators inside it have been cut; it calls their pieces."""
+
+    module: nn.Module | None  # None: not opened in this process
+
+
+Step = Local | Call | Fan | Inside
 
 
 @dataclass(frozen=True)
@@ -53,47 +60,99 @@ class Network:
     modules: Mapping[str, nn.Module]
 
     @torch.no_grad()
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, given: Tensors) -> Tensors:
         """All steps here and now: what the tiers compute together."""
-        for step in self.steps:
-            if isinstance(step, Local):
-                x = step.module(x)
-            elif isinstance(step, Call):
-                x = self.modules[step.piece](x)
+
+        def call(requests: Sequence[Request]) -> list[Tensors]:
+            return [computed(self.modules[piece], own) for piece, own in requests]
+
+        with calls_go_to(call):
+            for step in self.steps:
+                module = self.modules[step.piece] if isinstance(step, Call) else step.module
+                assert module is not None
+                given = computed(module, given)
+        return given
+
+    @property
+    def parts(self) -> list[nn.Module]:
+        """Everything that computes: pieces, and what runs in the transform tier."""
+        local = (step.module for step in self.steps if not isinstance(step, Call))
+        return [*self.modules.values(), *(module for module in local if module is not None)]
+
+    def sha256(self) -> str:
+        """A hash of the weights that run in the transform tier."""
+        models = [step.module for step in self.steps if isinstance(step, Inside) and step.module is not None]
+        return " ".join(source_sha256(model) for model in models if model.state_dict())
+
+    def without_weights(self) -> Network:
+        """The steps without pieces, and without what runs in the transform tier and has weights."""
+        steps = tuple(Inside(None) if isinstance(step, Inside) else step for step in self.steps)
+        return Network(steps, {})
+
+
+def network_of(
+    model: nn.Module,
+    pieces: Iterable[Piece],
+    positional: tuple[str, ...] = (INPUT,),
+    outputs: tuple[str, ...] = (),
+    with_modules: bool = True,
+) -> Network:
+    """The model cut into some pieces, all of it in memory of its own.
+
+    Args:
+        model: the model.
+        pieces: all pieces of its plan.
+        positional: inputs that the model takes by place, not by name; see `NamedModel`.
+        outputs: those that are chosen.
+        with_modules: also the pieces' own modules, not only what the transform tier needs.
+    """
+    pieces = tuple(pieces)
+    cuts: dict[str, dict[str, Named]] = {}
+    for piece in pieces:
+        if piece.site is not None:
+            sites = cuts.setdefault(piece.modules[0] if piece.modules else "", {})
+            sites.setdefault(piece.site, {})[piece.name] = piece.blocks
+    modules = {piece.name: part_of(model, piece) for piece in pieces} if with_modules else {}
+    stubs = {name: without_blocks(model.get_submodule(name), sites) for name, sites in cuts.items()}
+    whole = iter([piece.name for piece in pieces if piece.site is None])
+    steps = list[Step]()
+    for names in runs(model, cuts):
+        if names is None:
+            replaced = {id(model.get_submodule(name)): stub for name, stub in stubs.items()}
+            steps.append(Inside(NamedModel(copy.deepcopy(model, replaced).eval(), positional, outputs)))
+        elif (stub := stubs.get(names[0])) is not None:
+            steps.append(Fan(stub) if isinstance(stub, CutFeatures) else Inside(NamedModel(stub, positional, outputs)))
+        else:
+            inside = [model.get_submodule(name) for name in names]
+            if any(True for module in inside for _ in module.parameters()):
+                steps.append(Call(next(whole)))
             else:
-                dealt = zip(step.pieces, step.deal(x), strict=True)
-                x = step.networks.join([self.modules[piece](part) for piece, part in dealt])
-        return x
+                steps.append(Local(copy.deepcopy(nn.Sequential(*inside)).eval()))
+    return Network(tuple(steps), modules)
 
 
-def fused(networks: Subnetworks, groups: Sequence[Sequence[int]]) -> Subnetworks:
-    """The same networks with fewer parts: each group of them as one."""
-    parts = list(networks.parts)
-    return Subnetworks(
-        [_side_by_side([parts[i] for i in group]) for group in groups],
-        [torch.cat([networks.inputs[i] for i in group]) for group in groups],
-        [torch.cat([networks.outputs[i] for i in group]) for group in groups],
-        networks.idle,
-        networks.before,
-        networks.after,
-    )
+def runs(model: nn.Module, cut: Collection[str]) -> list[list[str] | None]:
+    """What runs one after the other, as names of modules: cut operators alone, and what lies between them together.
 
+    None: the model itself, inside which something is cut; [""] a model that is cut as one operator, or not at all.
 
-def _side_by_side(parts: Sequence[nn.Module]) -> BlockChain:
-    """Networks of equal depth as one chain, whose blocks they are; of one network the blocks inside it."""
-    # not children(), which leaves out an activation's second place
-    inside: list[list[nn.Module]] = [list(part._modules.values()) for part in parts]  # type: ignore[arg-type]
-    stages = [[module for module in modules if isinstance(module, nn.Linear)] for modules in inside]
-    activations = [module for module in inside[0] if not isinstance(module, nn.Linear)]
-    if len(parts) == 1:
-        return BlockChain.from_dense(stages[0], activations)
-    return BlockChain([_joined(layers) for layers in zip(*stages, strict=True)], activations, None)
-
-
-def _joined(layers: Sequence[nn.Linear]) -> ChainLayer:
-    """Layers that read and write lines one after the other."""
-    weights = [layer.weight.detach() for layer in layers]
-    stacks = [torch.stack(list(run)) for _, run in groupby(weights, key=lambda weight: weight.shape)]
-    biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
-    inputs, outputs = (sum(getattr(layer, side) for layer in layers) for side in ("in_features", "out_features"))
-    return ChainLayer(inputs, outputs, stacks, None, None, torch.cat(biases) if biases else None)
+    >>> runs(nn.Sequential(*(nn.Linear(2, 2) for _ in range(4))), ["1"])
+    [['0'], ['1'], ['2', '3']]
+    >>> runs(nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2))), ["1.0"])
+    [None]
+    """
+    if not cut or "" in cut:
+        return [[""]]
+    if type(model) is not nn.Sequential or not {*cut} <= model._modules.keys():
+        return [None]
+    found: list[list[str] | None] = []
+    last: list[str] | None = None
+    for name, module in model._modules.items():  # not named_children, which leaves out a second place of a module
+        if isinstance(module, nn.Identity):
+            continue
+        if name not in cut and last is not None:
+            last.append(name)
+            continue
+        found.append([name])
+        last = None if name in cut else found[-1]
+    return found

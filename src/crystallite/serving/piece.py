@@ -5,15 +5,15 @@ from __future__ import annotations
 import copy
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
-import torch
 from torch import nn
 
-from crystallite.models.artifact import load_mapped
-from crystallite.reorganization.subnetworks import Subnetworks, as_chain
-from crystallite.serving.network import fused
+from crystallite.models.opening import open_mapped
+from crystallite.serving.cuts.operators import site_of
+from crystallite.serving.interface import NamedModel
 
-__all__ = ["Piece", "open_piece"]
+__all__ = ["Piece", "open_piece", "part_of"]
 
 
 @dataclass(frozen=True)
@@ -25,13 +25,25 @@ class Piece:
 
     name: str
     holds: str
-    macs: int
+    macs: int  # for one input vector, position or time step
     nbytes: int
     seconds: float
-    modules: tuple[str, ...]  # of an nn.Sequential that it is made of; none: of the whole model
-    subnetworks: tuple[int, ...]  # of that module, by number; none: all of it
+    modules: tuple[str, ...]  # that it is made of, or whose blocks it holds; none: the whole model
+    site: str | None = None  # of an operator, whose blocks it holds; None: all of the modules
+    blocks: tuple[int, ...] = ()  # of that site, by number
     least: int = 1  # replicas
     most: int = 1
+    positional: tuple[str, ...] = ()  # of the whole model: inputs that go by place, not by name
+    outputs: tuple[str, ...] = ()  # of the whole model: those that are chosen
+
+
+def part_of(model: nn.Module, piece: Piece) -> nn.Module:
+    """The module of one piece of a model, in memory of its own; of a mapped model only what belongs to it is read."""
+    inside = [model.get_submodule(name) for name in piece.modules]
+    if piece.site is None:
+        whole = nn.Sequential(*inside) if inside else NamedModel(model, piece.positional, piece.outputs)
+        return copy.deepcopy(whole).eval()
+    return site_of(inside[0] if inside else model, piece.site).part(piece.blocks).eval()
 
 
 def open_piece(path: str | os.PathLike[str], piece: Piece, into: nn.Module | None = None) -> nn.Module:
@@ -40,11 +52,4 @@ def open_piece(path: str | os.PathLike[str], piece: Piece, into: nn.Module | Non
     The file is mapped and only what belongs to the piece is read, so neither memory nor traffic grows with the rest of
     the model; index tables of O(n) are. The hash of all weights is not compared: compare that of the piece.
     """
-    model = load_mapped(path, into)
-    inside = [model.get_submodule(name) for name in piece.modules]
-    if not piece.subnetworks:
-        return copy.deepcopy(nn.Sequential(*inside) if inside else model).eval()
-    chain = as_chain(inside[0] if inside else model)
-    parts, inputs, outputs = zip(*chain.subnetworks(piece.subnetworks), strict=True)
-    networks = Subnetworks(parts, inputs, outputs, torch.empty(0), nn.Sequential(), nn.Sequential())
-    return fused(networks, [range(len(parts))]).parts[0].eval()
+    return part_of(open_mapped(Path(path), into), piece)

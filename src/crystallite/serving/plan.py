@@ -5,24 +5,28 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from crystallite.core.errors import InvalidOption
 from crystallite.core.tables import text_table
-from crystallite.models.artifact import load_mapped
+from crystallite.models.opening import open_mapped
+from crystallite.models.record import find_record
 from crystallite.operators.chain import BlockChain
-from crystallite.operators.feed_forward import BlockFeedForward
-from crystallite.operators.linear import BlockLinear
-from crystallite.reorganization.subnetworks import Subnetworks, subnetworks
+from crystallite.serving.cuts.operators import CUTTABLE, forms, fuse_uncut
+from crystallite.serving.cuts.site import Cost, Groups, Site, nbytes
+from crystallite.serving.example import examples
 from crystallite.serving.machine import Machine, measure_machine
-from crystallite.serving.network import Call, Fan, Local, Network, Step, fused
+from crystallite.serving.network import Network, network_of, runs
 from crystallite.serving.piece import Piece
+from crystallite.serving.signature import INPUT
+from crystallite.serving.vectors import count_vectors
 
-__all__ = ["Plan", "Stage", "arrange", "plan"]
+__all__ = ["Plan", "Stage", "arrange", "plan", "planned"]
 
 WORTH = 10  # hops that a piece must compute for to be worth one
 
@@ -43,6 +47,7 @@ class Plan:
     batch: int
     machine: Machine
     workers: int
+    fused: tuple[tuple[str, str], ...] = ()  # operators that could be cut and are not, and why
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
@@ -56,69 +61,192 @@ class Plan:
         rows = [["service", "multiply-adds", "bytes", f"ms at batch {self.batch}", "hops", "replicas", "holds"]]
         for stage in self.stages:
             for piece in stage.pieces:
-                hops = piece.seconds / self.machine.hop
-                cells = [f"{piece.macs:,}", f"{piece.nbytes:,}", f"{piece.seconds * 1e3:.3g}", f"{hops:.1f}"]
+                hops = _hops(piece.seconds, self.machine)
+                cells = [f"{piece.macs:,}", f"{piece.nbytes:,}", f"{piece.seconds * 1e3:.3g}", hops]
                 replicas = f"{piece.least}" if piece.least == piece.most else f"{piece.least}–{piece.most}"
                 rows.append([piece.name, *cells, replicas, piece.holds])
             if not stage.pieces:
                 rows.append(["(transform tier)", "", "", "", "", "", stage.does])
+        lines = text_table(rows)
+        if self.fused:
+            lines += ["", "not cut:", *text_table([list(pair) for pair in self.fused])]
         hop = f"a hop costs {self.machine.hop * 1e6:.0f} µs; a piece is a service of its own from {WORTH} hops on"
         replicas = f"replicas, which an engine of several processes starts, for {self.workers} workers"
-        return "\n".join([*text_table(rows), "", hop, replicas])
+        return "\n".join([*lines, "", hop, replicas])
 
 
 def plan(
     artifact: str | os.PathLike[str],
     *,
     into: nn.Module | None = None,
+    shape: tuple[int, ...] | None = None,
     batch: int = 1,
     machine: Machine | None = None,
     workers: int | None = None,
 ) -> Plan:
-    """Which pieces of a saved model are services: independent networks first, then heavy blocks of single layers.
+    """Which pieces of a saved model are services: independent networks first, then heavy blocks of single operators.
 
-    A model that separates end to end is cut into its subnetworks; where it does not, each operator that separates by
-    itself is a candidate. A part is a service of its own if it computes for at least ten hops; lighter ones are fused
-    until they do, and what would leave one service stays with its neighbours as it is. Modules without weights run in
-    the transform tier.
+    A chain of layers that separates end to end is cut into its subnetworks; where it does not, each layer that
+    separates by itself is a candidate, and so are the blocks of feed-forward pairs and of convolutions, the weak
+    components of recurrent networks and the experts of a mixture, wherever they stand in the model. A part is a service
+    of its own if it computes for at least ten hops; lighter ones are fused until they do, and an operator that would be
+    one service stays where it is. What lies between cut operators is a service too if the model is an `nn.Sequential`
+    of them; otherwise the model itself runs in the transform tier and calls the pieces of what was cut inside it.
+    Modules without weights run in the transform tier.
 
-    - `into`: an instance of the original, for a model with code of its own; such a model is one piece.
+    - `into`: an instance of the original, for a model with code of its own.
+    - `shape`: of one sample, where the first layer does not say it: how much operators compute is counted in one run.
     - `batch`: the samples that a call is expected to hold.
     - `machine`: rates to plan for; measured here if not given.
     - `workers`: cores of the inference tier, which replicas share in proportion to what they compute; those of this
       machine if not given. A piece that fills one alone has at least two replicas, so that one may die.
     """
-    return arrange(load_mapped(artifact, into), batch, machine or measure_machine(), workers)[0]
+    model = open_mapped(Path(artifact), into).eval()
+    found = find_record(model)
+    try:
+        given = list(examples(model, shape, None if found is None else found.call))
+    except InvalidOption:  # nobody says what a sample is: one vector
+        given = []
+    vectors = count_vectors(model, given)
+    return planned(model, batch, machine or measure_machine(), workers, vectors=vectors)
 
 
-def arrange(model: nn.Module, batch: int, machine: Machine, workers: int | None = None) -> tuple[Plan, Network]:
-    """The plan of a model, and the model cut along it."""
+def arrange(
+    model: nn.Module,
+    batch: int,
+    machine: Machine,
+    workers: int | None = None,
+    positional: tuple[str, ...] = (INPUT,),
+    outputs: tuple[str, ...] = (),
+    vectors: Mapping[str, int] | None = None,
+) -> tuple[Plan, Network]:
+    """The plan of a model, and the model cut along it.
+
+    positional: inputs that the model takes by place, not by name; outputs: those that are chosen. See `NamedModel`.
+    vectors: as for `planned`.
+    """
+    found = planned(model, batch, machine, workers, positional, outputs, vectors)
+    return found, network_of(model, found.pieces, positional, outputs)
+
+
+def planned(
+    model: nn.Module,
+    batch: int,
+    machine: Machine,
+    workers: int | None = None,
+    positional: tuple[str, ...] = (INPUT,),
+    outputs: tuple[str, ...] = (),
+    vectors: Mapping[str, int] | None = None,
+) -> Plan:
+    """The plan of a model, of whose weights no number is read; arguments as for `arrange`.
+
+    vectors: by the name of an operator, how many vectors, positions or time steps of a sample each of its blocks reads.
+    """
     workers = (os.cpu_count() or 1) if workers is None else workers
     for name, count in (("batch", batch), ("workers", workers)):
         if count < 1:
             raise InvalidOption(f"{name}: expected at least 1, got {count}")
-    stages: list[Stage] = []
-    steps: list[Step] = []
-    modules: dict[str, nn.Module] = {}
-
-    def piece(name: str, module: nn.Module, inside: tuple[str, ...], group: Sequence[int] = ()) -> Piece:
-        modules[name] = module
-        work = _macs(module), _nbytes(module)
-        return Piece(name, _kinds(module), *work, machine.seconds(*work, batch), inside, tuple(group))
-
-    for name, inside, part, groups in _runs(model, batch, machine):
-        if isinstance(part, Subnetworks):
-            cut = zip(part.parts, groups, strict=True)
-            pieces = tuple(piece(f"{name}.{i}", inner, inside, group) for i, (inner, group) in enumerate(cut))
-            stages.append(Stage(f"{len(pieces)} independent parts of {name}", pieces))
-            steps.append(Fan(tuple(piece.name for piece in pieces), part))
-        elif any(True for _ in part.parameters()):
-            stages.append(Stage(f"{name} as it is", (piece(name, part, inside),)))
-            steps.append(Call(name))
+    vectors = vectors or {}
+    cuts: dict[str, list[tuple[Site, Groups]]] = {}
+    fused: dict[str, str] = {}
+    for name, operator in _cuttable(model):
+        found = _groups(operator, batch * vectors.get(name, 1), machine)
+        if isinstance(found, str):
+            fused[name or "model"] = found
         else:
-            stages.append(Stage(_kinds(part), ()))
-            steps.append(Local(part))
-    return Plan(_with_replicas(stages, workers), batch, machine, workers), Network(tuple(steps), modules)
+            cuts[name] = found
+    every = batch * max(vectors.values(), default=1)
+    stages: list[Stage] = []
+    for names in runs(model, cuts):
+        if names is None:
+            for name, sites in cuts.items():
+                stages += _stages(name, sites, batch * vectors.get(name, 1), machine)
+            stages.append(Stage(f"all else of {type(model).__name__}", ()))
+        elif names[0] in cuts:
+            stages += _stages(names[0], cuts[names[0]], batch * vectors.get(names[0], 1), machine)
+        else:
+            stages.append(_uncut(model, names, every, machine, positional, outputs))
+    return Plan(_with_replicas(stages, workers), batch, machine, workers, tuple(fused.items()))
+
+
+def _cuttable(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Operators that may be cut, each with its first name; those inside another one are parts of that."""
+    inside: list[str] = []
+    for name, module in model.named_modules():
+        if isinstance(module, CUTTABLE) and not any(name.startswith(outer) for outer in inside):
+            inside.append(f"{name}." if name else "")
+            yield name, module
+
+
+def _groups(operator: nn.Module, vectors: int, machine: Machine) -> list[tuple[Site, Groups]] | str:
+    """The operator's sites with groups of blocks worth a service each, at least two of them in one; or why not."""
+    enough = WORTH * machine.hop
+    ways, most = forms(operator), 0.0
+    for sites in ways:
+        seconds = [_seconds(site, vectors, machine) for site in sites]
+        macs = [[cost.macs for cost in site.costs] for site in sites]
+        packed = [_packed(own, work, enough) for own, work in zip(seconds, macs, strict=True)]
+        if any(len(groups) > 1 for groups in packed):
+            return fuse_uncut(operator, sites, packed)
+        most = max(most, *map(sum, seconds))
+    if all(sum(cost.macs > 0 for cost in site.costs) < 2 for sites in ways for site in sites):
+        return "one block"
+    if most < 2 * enough:
+        return f"its blocks compute for {_hops(most, machine)} hops in all, two services for at least {2 * WORTH}"
+    return f"all its blocks but the heaviest compute for less than {WORTH} hops"
+
+
+def _seconds(site: Site, vectors: int, machine: Machine) -> list[float]:
+    return [machine.seconds(*cost, vectors) for cost in site.costs]
+
+
+def _packed(seconds: Sequence[float], macs: Sequence[int], enough: float) -> list[list[int]]:
+    """Groups of blocks, the heaviest first, each closed as soon as it takes long enough; what is left joins the last.
+
+    Blocks that multiply nothing are no reason for a service, and come last.
+
+    >>> _packed([5, 1, 1, 1, 7, 9], [5, 1, 1, 1, 7, 0], 2)
+    [[4], [0], [1, 2, 3, 5]]
+    """
+    groups: list[list[int]] = []
+    open_group: list[int] = []
+    for block in sorted(range(len(seconds)), key=lambda i: (not macs[i], -seconds[i])):
+        open_group.append(block)
+        if macs[block] and sum(seconds[i] for i in open_group) >= enough:
+            groups.append(open_group)
+            open_group = []
+    if groups:
+        groups[-1] += open_group
+    return groups or [open_group]
+
+
+def _stages(name: str, sites: Sequence[tuple[Site, Groups]], vectors: int, machine: Machine) -> Iterator[Stage]:
+    """One for each site of a cut operator."""
+    for site, groups in sites:
+        where = ".".join(part for part in (name or "model", site.name) if part)
+        pieces = []
+        for number, blocks in enumerate(groups):
+            cost, modules = Cost.sum(site.costs[block] for block in blocks), (name,) if name else ()
+            seconds, held = machine.seconds(*cost, vectors), f"{_spans(blocks)} of {where}"
+            pieces.append(Piece(f"{where}.{number}", held, *cost, seconds, modules, site.name, tuple(blocks)))
+        yield Stage(f"{len(pieces)} part{'s' * (len(pieces) > 1)} of {where}", tuple(pieces))
+
+
+def _uncut(
+    model: nn.Module, names: Sequence[str], vectors: int, machine: Machine, positional: tuple[str, ...],
+    outputs: tuple[str, ...],
+) -> Stage:  # fmt: skip
+    """What is one service as it is, or, without weights, a step of the transform tier."""
+    inside = [model.get_submodule(name) for name in names]
+    module = inside[0] if names == [""] else nn.Sequential(*inside)
+    if names != [""] and not any(True for _ in module.parameters()):
+        return Stage(_kinds(module), ())
+    name = names[0] if len(names) == 1 else f"{names[0]}-{names[-1]}"
+    cost = Cost(sum(p.numel() for p in module.parameters() if p.ndim > 1), nbytes(module))
+    piece = Piece(name or "model", _kinds(module), *cost, machine.seconds(*cost, vectors), tuple(names))
+    if names == [""]:
+        piece = dataclasses.replace(piece, modules=(), positional=positional, outputs=outputs)
+    return Stage(f"{piece.name} as it is", (piece,))
 
 
 def _with_replicas(stages: Sequence[Stage], workers: int) -> tuple[Stage, ...]:
@@ -132,85 +260,24 @@ def _with_replicas(stages: Sequence[Stage], workers: int) -> tuple[Stage, ...]:
     return tuple(Stage(stage.does, tuple(map(replicated, stage.pieces))) for stage in stages)
 
 
-Run = tuple[str, tuple[str, ...], nn.Module, list[list[int]]]
+def _spans(numbers: Sequence[int]) -> str:
+    """Numbers of blocks in words.
 
-
-def _runs(model: nn.Module, batch: int, machine: Machine) -> Iterator[Run]:
-    """The model as modules to run one after the other: cut operators, and what lies between them.
-
-    Each with its name, the names of what it is made of, and the subnetworks in each of its parts.
+    >>> _spans([4, 0, 1, 2]), _spans([3])
+    ('blocks 0–2, 4', 'block 3')
     """
-    inside = {"model": model}
-    if type(model) is nn.Sequential:  # not named_children, which leaves out a second place of a module
-        inside = dict(zip(model._modules, model, strict=True))
-        inside = {name: module for name, module in inside.items() if not isinstance(module, nn.Identity)}
-    cuts = {name: cut for name, module in inside.items() if (cut := _cut(module, batch, machine)) is not None}
-    if not cuts:
-        yield "model", (), model, []
-        return
-    waiting: dict[str, nn.Module] = {}
-    for name, module in inside.items():
-        if name not in cuts:
-            waiting[name] = module
-            continue
-        if waiting:
-            yield _span(waiting), tuple(waiting), nn.Sequential(*waiting.values()), []
-        waiting = {}
-        yield name, () if module is model else (name,), *cuts[name]
-    if waiting:
-        yield _span(waiting), tuple(waiting), nn.Sequential(*waiting.values()), []
+    found: list[list[int]] = []
+    for number in sorted(numbers):
+        if found and number == found[-1][-1] + 1:
+            found[-1].append(number)
+        else:
+            found.append([number])
+    spans = [f"{span[0]}–{span[-1]}" if len(span) > 1 else f"{span[0]}" for span in found]
+    return f"block{'s' * (len(numbers) > 1)} {', '.join(spans)}"
 
 
-def _span(modules: dict[str, nn.Module]) -> str:
-    names = list(modules)
-    return names[0] if len(names) == 1 else f"{names[0]}-{names[-1]}"
-
-
-def _cut(module: nn.Module, batch: int, machine: Machine) -> tuple[Subnetworks, list[list[int]]] | None:
-    """The operator as at least two groups of its independent parts that are worth a service each, if it has them."""
-    enough = WORTH * machine.hop
-    if not isinstance(module, (BlockChain, BlockLinear, BlockFeedForward)):
-        return None
-    if _seconds(module, batch, machine) < 2 * enough:
-        return None
-    try:
-        networks = subnetworks(module)
-    except InvalidOption:  # one part
-        return None
-    seconds = [_seconds(part, batch, machine) for part in networks.parts]
-    groups = _packed(seconds, enough)
-    return (fused(networks, groups), groups) if len(groups) > 1 else None
-
-
-def _packed(seconds: Sequence[float], enough: float) -> list[list[int]]:
-    """Groups of parts, the heaviest first, each closed as soon as it takes long enough; what is left joins the last.
-
-    >>> _packed([5, 1, 1, 1, 7], 2)
-    [[4], [0], [1, 2, 3]]
-    """
-    groups: list[list[int]] = []
-    open_group: list[int] = []
-    for part in sorted(range(len(seconds)), key=lambda i: -seconds[i]):
-        open_group.append(part)
-        if sum(seconds[i] for i in open_group) >= enough:
-            groups.append(open_group)
-            open_group = []
-    if groups:
-        groups[-1] += open_group
-    return groups or [open_group]
-
-
-def _seconds(module: nn.Module, batch: int, machine: Machine) -> float:
-    return machine.seconds(_macs(module), _nbytes(module), batch)
-
-
-def _macs(module: nn.Module) -> int:
-    """Multiply-adds with weights for one input vector, position or time step."""
-    return sum(parameter.numel() for parameter in module.parameters() if parameter.ndim > 1)
-
-
-def _nbytes(module: nn.Module) -> int:
-    return sum(tensor.nbytes for tensor in [*module.parameters(), *module.buffers()])
+def _hops(seconds: float, machine: Machine) -> str:
+    return f"{seconds / machine.hop:.1f}" if machine.hop else "∞"
 
 
 def _kinds(module: nn.Module) -> str:

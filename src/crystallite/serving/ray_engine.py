@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,11 +29,13 @@ from crystallite.core.errors import CheckpointError, InvalidOption
 from crystallite.models.artifact import without_weights
 from crystallite.models.manifest import source_sha256
 from crystallite.serving.engine import Unreachable
+from crystallite.serving.interface import computed
 from crystallite.serving.limits import Limits
 from crystallite.serving.machine import Machine, measure_machine
 from crystallite.serving.metrics import Metrics
 from crystallite.serving.model import CutModel, ServedModel, Source
 from crystallite.serving.piece import Piece, open_piece
+from crystallite.serving.signature import INPUT, Tensors
 
 __all__ = ["LOGGING", "RayEngine", "Scaling", "connect", "deploy_pieces", "planned_for_ray", "ray_opener"]
 
@@ -77,11 +79,11 @@ class RayEngine:
         self._close = close
         self.batches = max(piece.most for piece in pieces)
 
-    async def run(self, piece: str, x: Tensor) -> Tensor:
-        """piece(x). A replica that takes longer than its share of the time a request has counts as lost."""
+    async def run(self, piece: str, given: Tensors) -> Tensors:
+        """The piece's answer. A replica that takes longer than its share of the time a request has counts as lost."""
         try:
             async with asyncio.timeout(self._patience):
-                return _unpacked(await self._handles[piece].remote(_packed(x)))
+                return _unpacked(await self._handles[piece].remote(_packed(given)))
         except TimeoutError:
             raise Unreachable(f"no answer within {self._patience:.3g} s") from None
         except self._raised as error:  # its text is the whole traceback of another machine
@@ -105,52 +107,55 @@ class PieceReplica:
     """A Ray Serve replica of one piece; it reads nothing else of the model."""
 
     def __init__(
-        self, path: Path, piece: Piece, into: nn.Module | None, sha256: str, x: Tensor, *_others: object
+        self, path: Path, piece: Piece, into: nn.Module | None, sha256: str, inputs: Sequence[Tensors], *_others: object
     ) -> None:
         torch.set_num_threads(1)  # more replicas, not more threads, take more cores
         self._module = open_piece(path, piece, into)
         if source_sha256(self._module) != sha256:
             raise CheckpointError(f"{path}: piece {piece.name} is not the one that was planned with; deploy it again")
-        self._x = x
-        self._computed(torch.cat([x] * 4))  # compiles the kernels for batches
-        self._y = self._computed(x)
+        self._given = inputs[0]
+        for given in reversed(inputs):  # few samples and many compile different kernels
+            self._answer = computed(self._module, given)
 
-    def __call__(self, x: Packed) -> Packed:
-        return _packed(self._computed(_unpacked(x)))
+    def __call__(self, given: Packed) -> Packed:
+        return _packed(computed(self._module, _unpacked(given)))
 
     def check_health(self) -> None:
         """Raise if the piece no longer computes what it did at first: Ray then replaces the replica."""
-        if not torch.allclose(self._computed(self._x), self._y, rtol=1e-2, atol=1e-3, equal_nan=True):
-            raise RuntimeError("the piece computes something else than when it was loaded")
+        for name, y in computed(self._module, self._given).items():
+            if not torch.allclose(y, self._answer[name], rtol=1e-2, atol=1e-3, equal_nan=True):
+                raise RuntimeError("the piece computes something else than when it was loaded")
 
     def process(self) -> int:
         """The id of the replica's process."""
         return os.getpid()
 
-    @torch.no_grad()
-    def _computed(self, x: Tensor) -> Tensor:
-        return self._module(x)
-
 
 class Nothing:
     """A deployment that does nothing, to measure the cost of a call."""
 
-    def __call__(self, x: Packed) -> Packed:
-        return x
+    def __call__(self, given: Packed) -> Packed:
+        return given
 
 
-Packed = tuple[np.ndarray, str]  # arrays travel faster than tensors; bfloat16 as the integers that NumPy has for it
+# arrays travel faster than tensors; bfloat16 as the integers that NumPy has for it
+Packed = dict[str, tuple[np.ndarray, str]]
 
 
-def _packed(x: Tensor) -> Packed:
-    x = x.detach().contiguous()
+def _packed(given: Tensors) -> Packed:
+    return {name: _packed_tensor(x.detach().contiguous()) for name, x in given.items()}
+
+
+def _packed_tensor(x: Tensor) -> tuple[np.ndarray, str]:
     return (x.view(torch.int16) if x.dtype == torch.bfloat16 else x).numpy(), str(x.dtype)
 
 
-def _unpacked(packed: Packed) -> Tensor:
-    array, dtype = packed
-    x = torch.from_numpy(np.array(array))  # what came may not be written to, which torch has no word for
-    return x.view(torch.bfloat16) if dtype == "torch.bfloat16" else x
+def _unpacked(packed: Packed) -> Tensors:
+    found = {}
+    for name, (array, dtype) in packed.items():
+        x = torch.from_numpy(np.array(array))  # what came may not be written to, which torch has no word for
+        found[name] = x.view(torch.bfloat16) if dtype == "torch.bfloat16" else x
+    return found
 
 
 def connect(address: tuple[str, int] | None = None, everywhere: bool = False) -> Callable[[], None]:
@@ -220,10 +225,10 @@ def _hop() -> float:
     name = f"crystallite-hop-{uuid.uuid4().hex[:8]}"
     deployment = serve.deployment(Nothing).options(ray_actor_options={"num_cpus": 0})
     handle = serve.run(deployment.bind(), name=name, route_prefix=None)
-    x, times = _packed(torch.zeros(1, 1024)), []
+    given, times = _packed({INPUT: torch.zeros(1, 1024)}), []
     for _ in range(_HOPS):
         started = time.perf_counter()
-        handle.remote(x).result()
+        handle.remote(given).result()
         times.append(time.perf_counter() - started)
     serve.delete(name)
     return statistics.median(times)

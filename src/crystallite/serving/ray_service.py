@@ -3,29 +3,44 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from torch import nn
 
-from crystallite.core.errors import InvalidOption
+from crystallite.core.errors import CrystalliteError, InvalidOption
+from crystallite.models.artifact import without_weights
+from crystallite.serving.headers import check_hosts, is_loopback
 from crystallite.serving.limits import Limits
-from crystallite.serving.listening import check_address, is_loopback
+from crystallite.serving.listening import check_address
+from crystallite.serving.logs import log_json
 from crystallite.serving.machine import Machine
 from crystallite.serving.metrics import Metrics
 from crystallite.serving.model import CutModel, ServedModel, Source, sources_of
 from crystallite.serving.piece import Piece
 from crystallite.serving.ray_engine import LOGGING, RayEngine, Scaling, connect, deploy_pieces, planned_for_ray
-from crystallite.serving.refusal import Refusal
+from crystallite.serving.refusal import Refusal, not_opened
+from crystallite.serving.request_guard import RequestGuard
 from crystallite.serving.service import Service
 
 __all__ = ["RayService"]
 
 _INGRESS = "crystallite"
 _DRAINED = 60.0  # seconds that old processes of the transform tier have for what they accepted
+
+
+@dataclass(frozen=True)
+class Access:
+    """Who may ask, and whether requests are logged: what every process of the transform tier is given."""
+
+    token: str | None = None
+    allow_hosts: frozenset[str] = frozenset()
+    log: bool = False
 
 
 class RayService:
@@ -41,12 +56,13 @@ class RayService:
         sources: Mapping[str, Source],
         limits: Limits,
         scaling: Scaling,
-        host: str,
-        port: int,
-        token: str | None,
+        address: tuple[str, int],
+        access: Access,
     ) -> None:
-        self._limits, self._scaling, self._token = limits, scaling, token
-        self._disconnect = connect((host, port), everywhere=not is_loopback(host))
+        self._limits, self._scaling, self._access = limits, scaling, access
+        self._reloading = threading.Lock()
+        host, port = address
+        self._disconnect = connect(address, everywhere=not is_loopback(host))
         self._refuse_a_second()
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         self.models: dict[str, CutModel] = {}  # by name, without their pieces
@@ -67,6 +83,7 @@ class RayService:
         *,
         into: nn.Module | None = None,
         shape: tuple[int, ...] | None = None,
+        outputs: Sequence[str] = (),
         batch: int = 1,
         unvalidated: bool = False,
         limits: Limits | None = None,
@@ -74,16 +91,24 @@ class RayService:
         workers: int | None = None,
         scaling: Scaling | None = None,
         address: tuple[str, int, str | None] = ("127.0.0.1", 8000, None),
+        allow_hosts: Iterable[str] = (),
+        log: bool = False,
     ) -> RayService:
         """Deploy one saved model, called as its folder, or several by name; options as for `Service.load`.
 
         - `scaling`: how replicas follow the load.
         - `address`: host, port and token, as for `Listener`, on the head node, or beyond this machine on every node
           that runs a replica. A cluster whose Ray Serve listens already stays with its own host and port.
+        - `allow_hosts`: as for `Listener`.
+        - `log`: every process of the transform tier writes a line for each request to its standard error, which Ray
+          keeps in its folder of logs.
         """
         check_address(address[0], address[2])
-        sources = sources_of(artifacts, Source(Path(), into, shape, batch, unvalidated, machine, workers))
-        return cls(sources, limits or Limits(), scaling or Scaling(), *address)
+        access = Access(address[2], check_hosts(allow_hosts), log)
+        sources = sources_of(
+            artifacts, Source(Path(), into, shape, batch, unvalidated, machine, workers, tuple(outputs))
+        )
+        return cls(sources, limits or Limits(), scaling or Scaling(), address[:2], access)
 
     def reload(self, name: str) -> CutModel:
         """Open the model's folder again and let the new version answer; returns it.
@@ -91,10 +116,22 @@ class RayService:
         The new pieces come up beside the old ones, which go when no process of the transform tier calls them any more.
         A version that cannot be served changes nothing and raises.
         """
-        from ray import serve
-
         if name not in self.models:
             raise InvalidOption(f"no model {name!r:.80}; there are {', '.join(self.models)}")
+        if not self._reloading.acquire(blocking=False):
+            raise Refusal(429, f"{name}: another reload is under way", retry_after=1)
+        try:
+            return self._replaced(name)
+        except CrystalliteError:
+            raise
+        except Exception as error:  # of Ray, of libraries that read a damaged file, or of the model's own code
+            raise not_opened(name, error) from error
+        finally:
+            self._reloading.release()
+
+    def _replaced(self, name: str) -> CutModel:
+        from ray import serve
+
         before = self.models[name], self._applications[name]
         new, application = self.models[name], self._applications[name] = self._deployed(name)
         try:
@@ -126,12 +163,15 @@ class RayService:
     def _deployed(self, name: str) -> tuple[CutModel, str]:
         source = self._sources[name]
         cut = CutModel.open(name, source)
-        return cut.without_pieces(), deploy_pieces(cut, source.into, self._scaling, self._limits, len(self._sources))
+        return cut.without_weights(), deploy_pieces(cut, source.into, self._scaling, self._limits, len(self._sources))
 
     def _deploy_ingress(self) -> None:
         from ray import serve
 
-        models = {name: (cut, self._applications[name]) for name, cut in self.models.items()}
+        models = {}
+        for name, cut in self.models.items():
+            into = self._sources[name].into
+            models[name] = cut, self._applications[name], None if into is None else without_weights(into)
         deployment = serve.deployment(serve.ingress()(TransformReplica)).options(
             name="transform",
             num_replicas=self._scaling.transforms,
@@ -140,7 +180,7 @@ class RayService:
             health_check_period_s=5,
             ray_actor_options={"num_cpus": 0.01},
         )
-        bound = deployment.bind(models, self._limits, self._token)
+        bound = deployment.bind(models, self._limits, self._access)
         serve.run(bound, name=_INGRESS, route_prefix="/", logging_config=LOGGING)
 
     def _await_old_transforms(self) -> None:
@@ -165,18 +205,24 @@ class RayService:
 class TransformReplica:
     """A process of the transform tier."""
 
-    def __init__(self, models: Mapping[str, tuple[CutModel, str]], limits: Limits, token: str | None) -> None:
+    def __init__(
+        self, models: Mapping[str, tuple[CutModel, str, nn.Module | None]], limits: Limits, access: Access
+    ) -> None:
         def opened(name: str, metrics: Metrics) -> ServedModel:
-            cut, application = models[name]
+            hollow, application, into = models[name]
+            cut = hollow.reopened(into)
             pieces: tuple[Piece, ...] = cut.plan.pieces
             return ServedModel.of(cut, RayEngine(application, pieces, limits, lambda: None), limits, metrics)
 
-        self._service, self._token = _Deployed(models, opened, limits, lambda: None), token
+        service = _Deployed(models, opened, limits, lambda: None)
+        self._guard = RequestGuard(service, access.token, access.allow_hosts)
+        if access.log:
+            log_json()
 
     def __serve_build_asgi_app__(self) -> Any:
         from crystallite.serving.app import application
 
-        return application(self._service, self._token)
+        return application(self._guard)
 
 
 class _Deployed(Service):
@@ -185,3 +231,6 @@ class _Deployed(Service):
     async def reloaded(self, name: str) -> ServedModel:
         self.model(name)
         raise Refusal(501, f"{name} runs on Ray: whoever deployed it brings new versions")
+
+    async def unloaded(self, name: str) -> None:
+        await self.reloaded(name)

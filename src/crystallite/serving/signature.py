@@ -1,75 +1,147 @@
-"""`Signature`: what a model takes and returns, and the checks of a request before anything is computed."""
+"""`Signature`: the named tensors that a model takes and returns, and the checks of a request before it is computed."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from crystallite.core.errors import InvalidOption
-from crystallite.serving.network import Network
 from crystallite.serving.refusal import Refusal
 
-__all__ = ["DATATYPES", "Signature"]
+__all__ = ["BYTES", "DATATYPES", "INPUT", "OUTPUT", "Axis", "Given", "Signature", "TensorSpec", "Tensors"]
+
+Tensors = Mapping[str, Tensor]
+Given = Tensors | list[str]  # tensors by name, or texts
+Axis = int | str  # a size, or the name of a free axis: axes of one name have one size in a request
+INPUT, OUTPUT = "input", "output"  # of a model that takes one tensor, or returns one, and has no name for it
+BYTES = "BYTES"
 
 # names in the Open Inference Protocol
 DATATYPES = {
-    torch.float64: "FP64", torch.float32: "FP32", torch.float16: "FP16", torch.bfloat16: "BF16", torch.int64: "INT64",
+    torch.float64: "FP64", torch.float32: "FP32", torch.float16: "FP16", torch.bfloat16: "BF16", torch.bool: "BOOL",
+    torch.int64: "INT64", torch.int32: "INT32", torch.int16: "INT16", torch.int8: "INT8", torch.uint8: "UINT8",
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
+class TensorSpec:
+    """One named tensor, whose first axis counts samples.
+
+    >>> str(TensorSpec("input_ids", torch.int64, ("length",), below=100))
+    'input_ids INT64 [samples, length]'
+    """
+
+    name: str
+    dtype: torch.dtype | None  # None: strings
+    shape: tuple[Axis, ...]  # of one sample
+    optional: bool = False
+    below: int | None = None  # integers must stay below it, and not be negative
+
+    @property
+    def datatype(self) -> str:
+        """Its name in the protocol."""
+        return BYTES if self.dtype is None else DATATYPES[self.dtype]
+
+    @property
+    def sizes(self) -> list[int]:
+        """As metadata say it: -1 for what is free, samples included."""
+        return [-1, *(axis if isinstance(axis, int) else -1 for axis in self.shape)]
+
+    @property
+    def described_shape(self) -> str:
+        """As errors say it."""
+        return f"[{', '.join(['samples', *map(str, self.shape)])}]"
+
+    def fits(self, shape: Sequence[int]) -> bool:
+        """Whether a tensor of this shape may be one, with at least one sample."""
+        if len(shape) != len(self.shape) + 1 or not shape[0]:
+            return False
+        wanted = zip(shape[1:], self.shape, strict=True)
+        return all(size == axis if isinstance(axis, int) else size > 0 for size, axis in wanted)
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.datatype} {self.described_shape}{', optional' * self.optional}"
+
+
+@dataclass(frozen=True)
 class Signature:
-    """One input and one output, both with a first axis that counts samples."""
+    """Named inputs and outputs. Text, where it is taken, comes instead of the inputs and has outputs of its own."""
 
-    input_shape: tuple[int, ...]  # of one sample
-    input_dtype: torch.dtype
-    output_shape: tuple[int, ...]
-    output_dtype: torch.dtype
-    vocabulary: int | None = None  # integers must stay below it
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    longest: Mapping[str, int] = field(default_factory=dict)  # of free axes, where the model has an end
+    text: TensorSpec | None = None
+    text_outputs: tuple[TensorSpec, ...] = ()
 
-    @classmethod
-    def of(cls, model: nn.Module, network: Network, shape: tuple[int, ...] | None) -> Signature:
-        """What the model takes, by its first layer or by the `shape` of a sample, and what it returns, by running it.
+    @property
+    def all_inputs(self) -> tuple[TensorSpec, ...]:
+        """With the text."""
+        return self.inputs if self.text is None else (*self.inputs, self.text)
 
-        The runs also compile the kernels, so that the first request does not wait for them.
-        """
-        first = next((m for m in model.modules() if any(True for _ in m.parameters(recurse=False))), model)
-        inside = next((m for m in model.modules() if isinstance(getattr(m, "in_features", None), int)), None)
-        vocabulary = first.num_embeddings if isinstance(first, nn.Embedding) else None
-        if shape is None:
-            if inside is None or not (inside is first or any(m is first for m in inside.modules())):
-                raise InvalidOption(f"cannot tell a sample's shape from a {type(first).__name__}: say it, shape=(…)")
-            shape = (int(inside.in_features),)  # type: ignore[arg-type]
-        dtype = next(parameter.dtype for parameter in model.parameters())
-        if vocabulary is not None:
-            dtype = torch.int64
-        if dtype not in DATATYPES:
-            raise InvalidOption(f"expected a model of {', '.join(DATATYPES.values())}, got {dtype}")
-        for batch in (1, 4):  # few samples and many run in different kernels
-            try:
-                y = network(torch.zeros(batch, *shape, dtype=dtype))
-            except Exception as error:  # whatever the model's own code raises
-                text = f"the model does not take samples of shape {shape} as its only input: {error}"
-                raise InvalidOption(text) from None
-            if not isinstance(y, Tensor) or y.ndim < 1 or len(y) != batch or y.dtype not in DATATYPES:
-                raise InvalidOption(f"expected a model that returns one tensor with a row per sample, got {_what(y)}")
-        return cls(tuple(shape), dtype, tuple(y.shape[1:]), y.dtype, vocabulary)
+    def input(self, name: object) -> TensorSpec:
+        """The input of that name; a `Refusal` that says which there are."""
+        for spec in self.all_inputs:
+            if spec.name == name:
+                return spec
+        names = ", ".join(repr(spec.name) for spec in self.all_inputs)
+        raise Refusal(400, f"inputs: expected {'one of ' * (len(self.all_inputs) > 1)}{names}, got {name!r:.80}")
 
-    def check(self, x: Tensor) -> None:
-        """Refuse an input of another shape or datatype, or with numbers that are not finite."""
-        expected = ["samples", *map(str, self.input_shape)]
-        if x.dtype != self.input_dtype:
-            found = DATATYPES.get(x.dtype, str(x.dtype))
-            raise Refusal(400, f"input: expected datatype {DATATYPES[self.input_dtype]}, got {found}")
-        if tuple(x.shape[1:]) != self.input_shape or not x.ndim or not len(x):
-            raise Refusal(400, f"input: expected shape [{', '.join(expected)}], got {list(x.shape)}")
-        if self.vocabulary is not None and not (int(x.min()) >= 0 and int(x.max()) < self.vocabulary):
-            raise Refusal(400, f"input: expected integers from 0 to {self.vocabulary - 1}")
-        if x.is_floating_point() and not bool(x.isfinite().all()):
-            raise Refusal(400, "input: expected finite numbers, got NaN or infinity")
+    def outputs_for(self, is_text: bool) -> tuple[TensorSpec, ...]:
+        """What is answered to tensors, or to text."""
+        return self.text_outputs if is_text else self.outputs
+
+    def check_names(self, names: Sequence[str]) -> None:
+        """Refuse inputs that are missing, unknown or there twice, and text beside other inputs."""
+        for name in names:
+            self.input(name)
+        if len(set(names)) < len(names):
+            twice = next(name for name in names if list(names).count(name) > 1)
+            raise Refusal(400, f"inputs: expected each tensor once, got {twice!r:.80} twice")
+        if self.text is not None and self.text.name in names:
+            if len(names) > 1:
+                raise Refusal(400, f"inputs: expected {self.text.name!r} alone, got {', '.join(names):.200}")
+            return
+        missing = [spec.name for spec in self.inputs if not spec.optional and spec.name not in names]
+        if missing:
+            other = "" if self.text is None else f", or {self.text.name!r} alone"
+            raise Refusal(400, f"inputs: expected {missing[0]!r}{other}, got {', '.join(names) or 'none':.200}")
+
+    def check(self, given: Tensors) -> int:
+        """The number of samples; refuses inputs of other names, shapes, datatypes or values than the model takes."""
+        self.check_names(list(given))
+        sizes: dict[str, tuple[str, int]] = {}  # axis → where it was seen, and how long it was
+        for name, x in given.items():
+            spec = self.input(name)
+            if x.dtype != spec.dtype:
+                found = DATATYPES.get(x.dtype, str(x.dtype))
+                raise Refusal(400, f"{name}: expected datatype {spec.datatype}, got {found}")
+            if not spec.fits(x.shape):
+                raise Refusal(400, f"{name}: expected shape {spec.described_shape}, got {list(x.shape)}")
+            for axis, size in zip(("samples", *spec.shape), x.shape, strict=True):
+                if isinstance(axis, int):
+                    continue
+                other, known = sizes.setdefault(axis, (name, size))
+                if size != known:
+                    raise Refusal(400, f"{name}: expected {axis} {known}, as {other} has, got shape {list(x.shape)}")
+                if size > self.longest.get(axis, size):
+                    most = self.longest[axis]
+                    raise Refusal(400, f"{name}: expected {axis} of at most {most}, got shape {list(x.shape)}")
+            _check_values(spec, x)
+        return next(iter(given.values())).shape[0]
+
+    def lines(self) -> Iterator[str]:
+        """What it takes and returns, a line each."""
+        longest = {axis: f", {axis} up to {most}" for axis, most in self.longest.items()}
+        for spec in self.all_inputs:
+            yield f"takes {spec}{''.join(text for axis, text in longest.items() if axis in spec.shape)}"
+        for spec in (*self.outputs, *self.text_outputs):
+            yield f"returns {spec}"
 
 
-def _what(y: object) -> str:
-    return f"{y.dtype} of shape {list(y.shape)}" if isinstance(y, Tensor) else type(y).__name__
+def _check_values(spec: TensorSpec, x: Tensor) -> None:
+    if spec.below is not None and not (int(x.min()) >= 0 and int(x.max()) < spec.below):
+        raise Refusal(400, f"{spec.name}: expected integers from 0 to {spec.below - 1}")
+    if x.is_floating_point() and not bool(x.isfinite().all()):
+        raise Refusal(400, f"{spec.name}: expected finite numbers, got NaN or infinity")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -9,7 +11,8 @@ from crystallite.core.errors import InvalidOption
 
 __all__ = ["Moments"]
 
-_SUMS = ("x", "t", "xx", "xt", "tt")
+_PARTS = 4  # of the inputs, whose products are taken one after the other
+_LEAST = 64  # inputs in a part
 _ROWS = 2048  # that wait until their products are taken: large products are quicker, and float64 is added to rarely
 
 
@@ -25,22 +28,18 @@ class Moments:
         """around: other moments whose origin these shall have."""
         self.name, self.samples = name, 0
         self.origin: tuple[Tensor, Tensor] | None = None if around is None else around.origin
-        self.x = self.t = self.xx = self.xt = self.tt = torch.zeros((), dtype=torch.float64)
+        self.x = self.t = self.xx = self.xt = self.tt = torch.zeros((), dtype=torch.float64)  # of xx, the upper half
         self._waiting: list[tuple[Tensor, Tensor]] = []
 
     def add(self, x: Tensor, t: Tensor) -> None:
         """Take in some rows: x (rows, inputs), t (rows, outputs)."""
         if not len(x):  # none of a batch reached an expert
             return
-        if not (x.isfinite().all() and t.isfinite().all()):
-            raise InvalidOption(
-                f"{self.name}: its activations on the data hold NaN or infinity; check the data, or the "
-                "dtype of the model"
-            )
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
         x, t = x.to(dtype), t.to(dtype)
         if self.origin is None:
             self.origin = x.mean(0), t.mean(0)
+            self._check_finite(*self.origin)
         self.samples += len(x)
         self._waiting.append((x - self.origin[0], t - self.origin[1]))
         if sum(len(part) for part, _ in self._waiting) >= _ROWS:
@@ -50,10 +49,34 @@ class Moments:
         """Take the products of what waits."""
         if not self._waiting:
             return
-        x, t = (torch.cat(parts) for parts in zip(*self._waiting, strict=True))
+        x, t = (parts[0] if len(parts) == 1 else torch.cat(parts) for parts in zip(*self._waiting, strict=True))
         self._waiting.clear()
-        for name, value in zip(_SUMS, (x.sum(0), t.sum(0), x.T @ x, x.T @ t, (t * t).sum(0)), strict=True):
-            setattr(self, name, getattr(self, name).to(x.device) + value)
+        inputs, outputs = x.shape[1], t.shape[1]
+        if not self.xx.ndim:
+            empty = partial(torch.zeros, dtype=torch.float64, device=x.device)
+            self.x, self.xx, self.xt = empty(inputs), empty(inputs, inputs), empty(inputs, outputs)
+            self.t, self.tt = empty(outputs), empty(outputs)
+        sums = x.sum(0), t.sum(0)
+        self._check_finite(*sums)
+        for total, value in zip((self.x, self.t, self.xt, self.tt), (*sums, x.T @ t, (t * t).sum(0)), strict=True):
+            total += value
+        step = max(-(-inputs // _PARTS), _LEAST)
+        for start in range(0, inputs, step):  # above the diagonal only: below it is the same
+            self.xx[start : start + step, start:] += x[:, start : start + step].T @ x[:, start:]
+
+    def _check_finite(self, *sums: Tensor) -> None:
+        if not all(bool(total.isfinite().all()) for total in sums):
+            raise InvalidOption(
+                f"{self.name}: its activations on the data hold NaN or infinity; check the data, or the "
+                "dtype of the model"
+            )
+
+    @property
+    def _squares(self) -> Tensor:
+        """Σ xxᵀ around the origin, both halves."""
+        self._sum()
+        found = self.xx.triu()
+        return found.add_(found.triu(1).T)
 
     def part(self, name: str, outputs: slice) -> Moments:
         """The same for some of the outputs."""
@@ -71,7 +94,7 @@ class Moments:
         self._sum()
         dx, dt = x - self.origin[0].double(), t - self.origin[1].double()
         moved = self.samples * dx - self.x
-        xx = torch.addr(self.xx, dx, moved).addr_(self.x, dx, alpha=-1)
+        xx = self._squares.addr_(dx, moved).addr_(self.x, dx, alpha=-1)
         xt = torch.addr(self.xt, moved, dt).addr_(dx, self.t, alpha=-1)
         return xx, xt, self.tt - 2 * dt * self.t + self.samples * dt**2
 

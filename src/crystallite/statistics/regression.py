@@ -78,6 +78,11 @@ class Regression:
         """The best weight, of the outputs as they are."""
         return self.unwhiten(self.weight)
 
+    @property
+    def output_metric(self) -> Tensor | None:
+        """(outputs, outputs) LLᵀ, which weighs errors of the outputs as they are; None: all alike."""
+        return None if self.output_factor is None else self.output_factor @ self.output_factor.T
+
     def whiten(self, values: Tensor) -> Tensor:
         """(outputs, …) so that the length of an error is what it adds to the output error."""
         return values if self.output_factor is None else self.output_factor.T @ values

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ class Trainer:
 
     >>> weight = nn.Parameter(torch.ones(1))
     >>> trainer = Trainer([weight], {"weight": weight}, {"history": []}, 0.5, steps=10)
-    >>> trainer.descend((weight**2).sum())
+    >>> trainer.descend([(weight**2).sum()])
     >>> trainer.step, round(weight.item(), 2)  # half of the highest rate at the start
     (1, 0.75)
     """
@@ -66,13 +66,14 @@ class Trainer:
                 ) from None
         self._written = time.monotonic()
 
-    def descend(self, error: Tensor) -> None:
-        """Take a step that lessens the error."""
+    def descend(self, errors: Iterable[Tensor]) -> None:
+        """Take a step that lessens the sum of errors; what each of them needs is freed before the next is asked for."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.rate * share_of_rate((self.step + 0.5) / self.steps)
         self.optimizer.zero_grad()
         try:
-            error.backward()
+            for error in errors:
+                error.backward()
         except RuntimeError as reason:
             text = str(reason).partition("\n")[0]
             raise InvalidOption(f"no gradients can be taken through this model: {text:.200}") from reason

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from html import escape
 from typing import Any, Literal, NamedTuple, overload
 
 import numpy as np
 
 from crystallite.core.arrays import magnitudes
+from crystallite.core.drawing import Drawing, side_by_side
 from crystallite.core.errors import InvalidMatrix, InvalidOption
 from crystallite.core.parallel import compiled
+from crystallite.core.run_charts import curve, line_chart
 from crystallite.core.suggest import suggest_keywords
 from crystallite.structure.bipartite import BipartiteStructure
 from crystallite.structure.decompose import decompose
@@ -112,6 +115,21 @@ class LevelProfile:
         for name, counts in zip(names, self.dormant.T, strict=True):
             columns[f"dormant {name}"] = counts
         return pandas.DataFrame(columns)
+
+    def plot(self) -> Drawing:
+        """A picture of the blocks, and of the largest one, over all thresholds; the strictest is on the right."""
+        return side_by_side(
+            [
+                line_chart({"": curve(self.thresholds, values)}, "threshold |w| ≥", label, share, log=True)
+                for label, values, share in (
+                    ("blocks", self.n_blocks, False),
+                    ("neurons in the largest block", self.largest_share, True),
+                )
+            ]
+        )
+
+    def _repr_html_(self) -> str:
+        return f"<p>{escape(repr(self))}</p>{self.plot().svg()}"
 
     @staticmethod
     def _kept(descending: np.ndarray, threshold: float) -> int:

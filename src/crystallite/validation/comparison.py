@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -66,7 +66,10 @@ class OutputComparison:
         Without that floor a regression whose output happens to be near 0 would have any relative deviation. Infinite
         where an output is not finite.
         """
-        usual = np.sqrt(np.mean(self.norm[self.finite] ** 2)) if self.finite.any() else 0.0
+        return self.deviation_where(np.sqrt(np.mean(self.norm[self.finite] ** 2)) if self.finite.any() else 0.0)
+
+    def deviation_where(self, usual: float) -> np.ndarray:
+        """(rows,) the relative deviation where the usual size of the original's output is known."""
         size = np.maximum(self.norm, _SMALL * usual)
         same = self.difference == 0
         with np.errstate(invalid="ignore", divide="ignore"):
@@ -136,20 +139,26 @@ class RunningComparison:
         self.samples = 0
         self._rows: dict[str, list[np.ndarray]] = {}
 
-    def add(self, batch: Batch, original: Any, reorganized: Any) -> None:
-        """What both systems returned on a batch."""
+    def add(self, batch: Batch, original: Any, reorganized: Any) -> Comparison:
+        """What both systems returned on a batch; returns the comparison of this batch alone."""
         expected, found = tensors(original), tensors(reorganized)
         same_structure(expected, found)
         for path in self._rows.keys() ^ expected.keys() if self._rows else ():
             raise InvalidOption(f"{path}: expected the same outputs for all batches, this one comes and goes")
-        for path, tensor in expected.items():
-            self._rows.setdefault(path, []).extend(_rows(tensor, found[path], batch))
+        new = {path: list(_rows(tensor, found[path], batch)) for path, tensor in expected.items()}
+        for path, rows in new.items():
+            self._rows.setdefault(path, []).extend(rows)
         self.samples += batch.size
+        return _comparison(batch.size, new)
 
     def done(self) -> Comparison:
         """All that came in, compared."""
-        joined = {path: np.concatenate(rows) for path, rows in self._rows.items() if rows}
-        return Comparison(self.samples, tuple(OutputComparison(path, *rows.T) for path, rows in joined.items()))
+        return _comparison(self.samples, self._rows)
+
+
+def _comparison(samples: int, parts: Mapping[str, list[np.ndarray]]) -> Comparison:
+    joined = {path: np.concatenate(rows) for path, rows in parts.items() if rows}
+    return Comparison(samples, tuple(OutputComparison(path, *rows.T) for path, rows in joined.items()))
 
 
 def _rows(original: Tensor, reorganized: Tensor, batch: Batch) -> Iterator[np.ndarray]:

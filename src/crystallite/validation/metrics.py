@@ -16,7 +16,16 @@ from crystallite.core.suggest import check_choice
 from crystallite.data.batch import Batch
 from crystallite.data.outputs import equal_up_to_rounding, main_output, tensors
 
-__all__ = ["METRICS", "Metric", "MetricResult", "RunningMetric", "as_metric", "check_causal", "read_tokens"]
+__all__ = [
+    "METRICS",
+    "Metric",
+    "MetricResult",
+    "RunningMetric",
+    "as_metric",
+    "check_causal",
+    "read_tokens",
+    "token_losses",
+]
 
 _AT_ONCE = 1 << 22  # logits that are looked at together
 _IGNORED = -100  # the label of positions that do not count, as everywhere in PyTorch
@@ -224,8 +233,8 @@ def check_causal(model: nn.Module, batch: Batch) -> None:
         )
 
 
-def _surprise(output: Any, target: Tensor) -> Tensor:
-    """(samples, 2) Σ −log p of every token given those before it, and how many count. A few positions at a time."""
+def token_losses(output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
+    """(samples, tokens − 1) −log p of every token given those before it, 0 where none counts, and these tokens."""
     logits = main_output(output).detach()
     if logits.ndim != 3 or logits.shape[:2] != target.shape:
         raise InvalidOption(
@@ -233,19 +242,24 @@ def _surprise(output: Any, target: Tensor) -> Tensor:
             f"{tuple(target.shape)}, got an output of shape {tuple(logits.shape)}"
         )
     following = target[:, 1:].to(logits.device).long()
-    counted = following != _IGNORED
-    if not counted.any():
+    if not (following != _IGNORED).any():
         raise InvalidOption("perplexity: expected samples of at least two tokens")
     if following.amax() >= logits.shape[2]:
         raise InvalidOption(f"perplexity: token {int(following.amax())} is beyond the {logits.shape[2]} of the model")
-    sums = torch.zeros(len(logits), dtype=torch.float64)
+    found = torch.zeros(following.shape, dtype=torch.float64)
     step = max(1, _AT_ONCE // (len(logits) * logits.shape[2]))
     for start in range(0, following.shape[1], step):
         part = following[:, start : start + step]
         scores = logits[:, start : start + part.shape[1]].float()  # (samples, positions, vocabulary)
         lost = F.cross_entropy(scores.flatten(0, 1), part.flatten(), reduction="none", ignore_index=_IGNORED)
-        sums += lost.view(part.shape).double().sum(1).cpu()
-    return torch.stack([sums, counted.sum(1).double().cpu()], 1)
+        found[:, start : start + part.shape[1]] = lost.view(part.shape).double().cpu()
+    return found, following.cpu()
+
+
+def _surprise(output: Any, target: Tensor) -> Tensor:
+    """(samples, 2) Σ −log p of every token given those before it, and how many count."""
+    losses, tokens = token_losses(output, target)
+    return torch.stack([losses.sum(1), (tokens != _IGNORED).sum(1).double()], 1)
 
 
 def _vectors(output: Any, target: Tensor) -> Tensor:

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
+from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from crystallite.core.errors import InvalidOption
+from crystallite.data.batch import Batch
 from crystallite.validation.comparison import Comparison
 from crystallite.validation.metrics import MetricResult
 
-__all__ = ["Outcome", "Rules", "SliceResult", "wilson_interval"]
+__all__ = ["Outcome", "Rules", "SliceResult", "slice_labels", "wilson_interval"]
 
 
 @dataclass(frozen=True)
 class Outcome:
     """What came of one rule.
 
-    status: "kept"; "violated" by what was observed; or "unproven": kept by what was observed, but on so few samples
+    status: "passed"; "violated" by what was observed; or "unproven": passed by what was observed, but on so few samples
     that it may be violated on others.
     """
 
@@ -31,8 +34,8 @@ class Outcome:
     reason: str
 
     @property
-    def kept(self) -> bool:
-        return self.status == "kept"
+    def passed(self) -> bool:
+        return self.status == "passed"
 
 
 @dataclass(frozen=True)
@@ -100,22 +103,21 @@ class Rules:
         if metric is None or self.max_drop is None:
             return
         observed, n = metric.drop, len(metric.losses)
-        text = f"{metric}: {observed:+.4g} worse on {n} samples, at most {self.max_drop:g} allowed"
+        text = f"{metric}: {_change(observed)} on {n} samples, at most {self.max_drop:g} worse allowed"
         if not observed <= self.max_drop:
             yield Outcome("max_drop", self.max_drop, observed, "violated", text)
             return
         if not metric.per_sample:
-            text = (
-                f"{metric}: {observed:+.4g} worse, at most {self.max_drop:g} allowed (no bound: one number per batch)"
-            )
-            yield Outcome("max_drop", self.max_drop, observed, "kept", text)
+            allowed = f"at most {self.max_drop:g} worse allowed (no bound: one number per batch)"
+            text = f"{metric}: {_change(observed)}, {allowed}"
+            yield Outcome("max_drop", self.max_drop, observed, "passed", text)
             return
         bound = drop_bound(metric.losses, self.confidence)
         bound = bound if metric.tokens is None else math.expm1(min(bound, 700.0))  # no float is beyond e^709
         if bound <= self.max_drop:
-            yield Outcome("max_drop", self.max_drop, observed, "kept", f"{text} (≤ {bound:.3g} {self._sure})")
+            yield Outcome("max_drop", self.max_drop, observed, "passed", f"{text} ({_bounded(bound)} {self._sure})")
             return
-        text += f", but so few samples show only ≤ {bound:.3g} {self._sure}"
+        text += f", but so few samples show only {_bounded(bound)} {self._sure}"
         yield Outcome("max_drop", self.max_drop, observed, "unproven", text)
 
     def _agreement(self, comparison: Comparison) -> Iterator[Outcome]:
@@ -127,7 +129,7 @@ class Rules:
             observed, n = float(output.agreement.mean()), len(output.agreement)
             shown = wilson_interval(observed, n, self.confidence)[0]
             text = f"{output.path}: agreement {observed:.4g} on {n} samples, at least {self.min_agreement:g} expected"
-            status = "kept"
+            status = "passed"
             if observed < self.min_agreement:
                 status = "violated"
             elif shown < self.min_agreement:
@@ -147,8 +149,8 @@ class Rules:
             observed, n = at_quantile(output.deviation, self.quantile), len(output.deviation)
             which = "worst" if self.quantile == 1 else f"{self.quantile:.4g} quantile"
             text = f"{output.path}: relative deviation {observed:.3g} ({which} of {n}), at most {limit:g} allowed"
-            status = "kept" if observed <= limit else "violated"
-            if status == "kept" and self.quantile == 1:  # no sample of n was beyond: what that says about others
+            status = "passed" if observed <= limit else "violated"
+            if status == "passed" and self.quantile == 1:  # no sample of n was beyond: what that says about others
                 share = (1 - self.confidence) ** (1 / n)
                 text += f" (shown for {share:.2%} of such inputs {self._sure})"
             elif status == "violated":
@@ -182,6 +184,34 @@ class Rules:
         if share <= 0:
             return "more samples than there can be"
         return f"{math.ceil(_z(self.confidence) ** 2 * (1 / share - 1))} samples without a difference"
+
+
+def _change(drop: float) -> str:
+    """How much worse or better a metric became.
+
+    >>> _change(0.008), _change(-0.014), _change(0.0)
+    ('0.008 worse', '0.014 better', 'unchanged')
+    """
+    return f"{abs(drop):.4g} {'worse' if drop > 0 else 'better'}" if drop else "unchanged"
+
+
+def _bounded(drop: float) -> str:
+    """What a bound on the drop of a metric says.
+
+    >>> _bounded(0.005), _bounded(-0.004)
+    ('at most 0.005 worse', 'at least 0.004 better')
+    """
+    return f"at most {drop:.3g} worse" if drop >= 0 else f"at least {-drop:.3g} better"
+
+
+def slice_labels(batch: Batch, of: Callable[[Any, Any], Sequence[Any]]) -> list[str]:
+    """What a function (inputs, target) → labels says of each sample of a batch."""
+    inputs: Any = batch.named or (batch.positional[0] if len(batch.positional) == 1 else batch.positional)
+    found = of(inputs, batch.target)
+    labels = [str(label) for label in (found.tolist() if isinstance(found, (Tensor, np.ndarray)) else found)]
+    if len(labels) != batch.size:
+        raise InvalidOption(f"slices: expected one label for each of {batch.size} samples, got {len(labels)}")
+    return labels
 
 
 def at_quantile(values: np.ndarray, quantile: float) -> float:

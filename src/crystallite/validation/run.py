@@ -20,12 +20,14 @@ from crystallite.models.familiarity import Unfamiliar, known_inputs, scoring
 from crystallite.models.manifest import attach_verdict, check_source
 from crystallite.models.preparing import prepared
 from crystallite.models.record import CompressedOptions, ExactOptions, find_record
+from crystallite.models.recorded_call import recorded_call
+from crystallite.validation.block_roles import Slices, block_roles
 from crystallite.validation.comparison import Comparison, RunningComparison
 from crystallite.validation.continuity import LEAST_LEVELS
 from crystallite.validation.cost import count_macs, count_parameters, measure_latency
 from crystallite.validation.layers import LayerWatch, comparable
 from crystallite.validation.metrics import Metric, MetricResult, RunningMetric, as_metric, check_causal
-from crystallite.validation.rules import Outcome, Rules, SliceResult, at_quantile
+from crystallite.validation.rules import Outcome, Rules, SliceResult, at_quantile, slice_labels
 from crystallite.validation.sweep import LEVELS, Sweep, sweep
 from crystallite.validation.verdict import Verdict
 
@@ -35,7 +37,6 @@ _TESTS = ("null", "rule", "random_walk", "correction", "alpha", "delta0", "tau")
 
 _DEVIATION = 0.1
 _BATCH_SIZES = 3  # so many different ones are timed
-Slices = Sequence[Any] | Callable[[Any, Any], Sequence[Any]]
 
 
 @suggest_keywords
@@ -53,6 +54,7 @@ def validate(
     confidence: float = 0.95,
     slices: Slices | None = None,
     layers: bool = True,
+    ablate_blocks: bool = False,
 ) -> Verdict:
     """A verdict on whether a reorganized model may take the place of the original, from both on the same inputs.
 
@@ -76,6 +78,8 @@ def validate(
         confidence: with which a drop or an agreement must be shown.
         slices: a label for each sample, or a function (inputs, target) → labels of a batch. Rules hold in each slice.
         layers: compare the outputs of layers too; holds the original's for one batch, and a dense copy of the model.
+        ablate_blocks: also switch off the blocks of the reorganized model one at a time, to see which classes or
+            slices, outputs and tokens each of them serves (`block_roles`); a run over all data for each block.
         levels: also sweep the significance level, "default" or levels as for `sweep`, with the same rules.
 
     Returns:
@@ -104,7 +108,7 @@ def validate(
     else:
         check_source(reorganized, original)  # before the work, not after it
         model = load(reorganized, into=original).eval()
-    data = repeatable(data) if levels is not None else data
+    data = repeatable(data) if levels is not None or ablate_blocks else data
     collected = _Both(original, model, measured, slices)
     dense = comparable(model) if layers else None
     watch = None if dense is None else LayerWatch(original, dense)
@@ -126,9 +130,11 @@ def validate(
         swept,
         _guarantee(model),
         collected.unfamiliar if collected.known else None,
+        block_roles(model, data, measured, slices=slices) if ablate_blocks else None,
     )
     if not isinstance(reorganized, nn.Module):
-        attach_verdict(Path(reorganized), verdict.to_json())
+        call = recorded_call(model, (batch.arguments for batch in samples))
+        attach_verdict(Path(reorganized), verdict.to_json(), call)
     return verdict
 
 
@@ -178,7 +184,7 @@ class _Both:
             for metric, output in zip(self.metrics or (), outputs, strict=False):
                 metric.add(batch, output)
             if callable(self.slices):
-                self.labels += self._labels(batch, self.slices)
+                self.labels += slice_labels(batch, self.slices)
             if len(self.timed) < _BATCH_SIZES:
                 self.timed.setdefault(batch.size, batch)
         if self.slices is not None and not callable(self.slices):
@@ -186,15 +192,6 @@ class _Both:
             samples = self.comparison.samples
             if len(self.labels) != samples:
                 raise InvalidOption(f"slices: expected one label for each of {samples} samples, got {len(self.labels)}")
-
-    @staticmethod
-    def _labels(batch: Batch, of: Callable[[Any, Any], Sequence[Any]]) -> list[str]:
-        inputs: Any = batch.named or (batch.positional[0] if len(batch.positional) == 1 else batch.positional)
-        found = of(inputs, batch.target)
-        labels = [str(label) for label in (found.tolist() if isinstance(found, (Tensor, np.ndarray)) else found)]
-        if len(labels) != batch.size:
-            raise InvalidOption(f"slices: expected one label for each of {batch.size} samples, got {len(labels)}")
-        return labels
 
     def metric_result(self) -> MetricResult | None:
         return None if self.metrics is None else RunningMetric.compare(*self.metrics)
@@ -243,4 +240,4 @@ def _continuity(reorganized: nn.Module, swept: Sweep | None) -> tuple[Outcome, .
     touching = [str(jump) for jump in swept.jumps if jump.touches(own[0])]
     gradual = f"outputs and structure change gradually around level {own[0].name}"
     reason = f"level {own[0].name} sits on a jump: {' '.join(touching)}" if touching else gradual
-    return (Outcome("continuity", None, float(len(touching)), "violated" if touching else "kept", reason),)
+    return (Outcome("continuity", None, float(len(touching)), "violated" if touching else "passed", reason),)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -15,9 +14,11 @@ from tqdm import tqdm
 from crystallite.annealing import nulls
 from crystallite.annealing.anneal import AnnealingOptions
 from crystallite.annealing.random_walk import DELTA0, TAU
+from crystallite.core.drawing import Drawing, side_by_side
 from crystallite.core.errors import CrystalliteError, InvalidOption
+from crystallite.core.run_charts import sweep_charts
 from crystallite.core.suggest import check_choice, suggest_keywords
-from crystallite.core.tables import text_table
+from crystallite.core.tables import html_text, text_table
 from crystallite.data.batch import Batch, batches, check_repeatable
 from crystallite.data.outputs import equal_up_to_rounding, tensors
 from crystallite.models.preparing import note_preparation_, prepared
@@ -56,7 +57,7 @@ class SweepPoint:
 
     @property
     def passed(self) -> bool:
-        return all(outcome.kept for outcome in self.outcomes)
+        return all(outcome.passed for outcome in self.outcomes)
 
     @property
     def kept_share(self) -> float:
@@ -124,8 +125,12 @@ class Sweep:
             }
         )
 
+    def plot(self) -> Drawing:
+        """A picture of what changes with the level, one chart for each measure."""
+        return side_by_side(list(sweep_charts(self.to_json()["points"]).values()))
+
     def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(repr(self))}</pre>"
+        return html_text(repr(self)) + self.plot().svg()
 
     def __repr__(self) -> str:
         metric = self.metric or "metric"
@@ -327,8 +332,8 @@ def _recommend(points: Sequence[SweepPoint], jumps: Sequence[Jump]) -> tuple[Swe
     """The point whose model is worth building, or None and why."""
     accepted = [point for point in points if point.passed]
     if not accepted:
-        closest = min(points, key=lambda p: (sum(not o.kept for o in p.outcomes), p.mean_deviation))
-        why = next(o.reason for o in closest.outcomes if not o.kept)
+        closest = min(points, key=lambda p: (sum(not o.passed for o in p.outcomes), p.mean_deviation))
+        why = next(o.reason for o in closest.outcomes if not o.passed)
         return None, f"No level is acceptable; the closest is {closest.name} ({closest.rule}): {why}."
     levels = f"{len(accepted)} of {len(points)} levels are acceptable"
     saving = [point for point in accepted if point.macs_share < 1]

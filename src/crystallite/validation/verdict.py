@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import html
 import math
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from crystallite.core.tables import text_table
+from crystallite.core.drawing import Drawing
+from crystallite.core.run_charts import curve, line_chart
+from crystallite.core.tables import html_text, text_table
 from crystallite.models.familiarity import Unfamiliar
+from crystallite.validation.block_roles import BlockRoles
 from crystallite.validation.comparison import Case, Comparison
 from crystallite.validation.cost import Latency
 from crystallite.validation.layers import LayerDeviation
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Verdict", "plain"]
 
-_SIGNS = {"kept": "✓", "violated": "✗", "unproven": "?"}
+_SIGNS = {"passed": "✓", "violated": "✗", "unproven": "?"}
 _SHOWN_LAYERS = 8
 
 
@@ -43,21 +45,28 @@ class Verdict:
     sweep: Sweep | None = None
     guarantee: str | None = None  # what was shown when the model was fitted, on other samples
     unfamiliar: Unfamiliar | None = None  # how many samples are unlike those that it was fitted on, where it was
+    block_roles: BlockRoles | None = None  # what each block is for, where blocks were switched off
 
     @property
     def passed(self) -> bool:
-        """Whether every rule is kept, and shown to be kept by enough samples."""
-        return all(outcome.kept for outcome in self.outcomes)
+        """Whether every rule is passed, and shown to be by enough samples."""
+        return all(outcome.passed for outcome in self.outcomes)
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """A sentence for each rule that is not kept; if all are, for each of them."""
-        return tuple(o.reason for o in self.outcomes if self.passed or not o.kept)
+        """A sentence for each rule that is not passed; if all are, for each of them."""
+        return tuple(o.reason for o in self.outcomes if self.passed or not o.passed)
 
     @property
     def worst(self) -> tuple[Case, ...]:
         """The five samples with the largest deviations."""
         return self.comparison.worst()
+
+    @property
+    def macs_per_sample(self) -> tuple[int, int]:
+        """Multiply-adds of the whole model for one sample of the first batch."""
+        size = self.latency[0].batch if self.latency else 1
+        return self.macs[0] // size, self.macs[1] // size
 
     @property
     def samples(self) -> int:
@@ -78,6 +87,7 @@ class Verdict:
                 "metric": metric and {"name": metric.name, "values": [metric.original, metric.reorganized]},
                 "parameters": self.parameters,
                 "macs": self.macs,
+                "macs_per_sample": self.macs_per_sample,
                 "latency": [asdict(latency) for latency in self.latency],
                 "slices": [asdict(part) for part in self.slices],
                 "layers": {layer.name: layer.deviation for layer in self.layers},
@@ -85,6 +95,7 @@ class Verdict:
                 "sweep": self.sweep and self.sweep.to_json(),
                 "guarantee": self.guarantee,
                 "unfamiliar": self.unfamiliar and asdict(self.unfamiliar),
+                "block_roles": self.block_roles and self.block_roles.to_json(),
             }
         )
 
@@ -98,9 +109,17 @@ class Verdict:
             frames.append(pandas.DataFrame({"output": output.path, "sample": output.index.astype(int), **columns}))
         return pandas.concat(frames, ignore_index=True)
 
+    def plot(self) -> Drawing:
+        """A picture of the relative deviation of all samples, the smallest first, a line for each output."""
+        lines = {}
+        for output in self.comparison.outputs:
+            ordered = np.sort(output.deviation[np.isfinite(output.deviation)])
+            lines[output.path] = curve(np.arange(1, len(ordered) + 1) / max(len(ordered), 1), ordered)
+        return line_chart({k: v for k, v in lines.items() if v}, "share of the samples", "relative deviation, at most")
+
     def _repr_html_(self) -> str:
         colour = "#2a7d2a" if self.passed else "#b00020"
-        return f'<pre style="border-left: 4px solid {colour}; padding-left: 8px">{html.escape(repr(self))}</pre>'
+        return html_text(repr(self), f"border-left: 4px solid {colour}; padding-left: 8px")
 
     def __repr__(self) -> str:
         lines = [f"{'PASSED' if self.passed else 'FAILED'} on {self.samples} sample{'s' * (self.samples != 1)}"]
@@ -127,12 +146,14 @@ class Verdict:
             lines += [f"  {layer.deviation:.3g}  {layer.name or '(model)'}" for layer in worst]
             if self.skipped_layers:
                 lines.append(f"  not compared: {', '.join(self.skipped_layers)}")
-        (p0, p1), (m0, m1) = self.parameters, self.macs
-        lines += ["", f"parameters {p0:,} → {p1:,}, multiply-adds of the first batch {m0:,} → {m1:,}"]
+        (p0, p1), (m0, m1) = self.parameters, self.macs_per_sample
+        cost = f"multiply-adds for one sample {m0:,} → {m1:,} ({m1 / max(m0, 1):.0%})"
+        lines += ["", f"parameters {p0:,} → {p1:,}, {cost}"]
         lines += [
             f"latency, batch {t.batch}: {t.original * 1e3:.3g} → {t.reorganized * 1e3:.3g} ms ({t.speedup:.2f}×)"
             for t in self.latency
         ]
+        lines += ["", repr(self.block_roles)] if self.block_roles else []
         lines += ["", repr(self.sweep)] if self.sweep else []
         return "\n".join(lines)
 

@@ -8,60 +8,58 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from crystallite.compression.decoders.layer_fit import FittedLayer
-from crystallite.compression.decoders.run import DecoderOptions, as_tokens, fit_decoder
+from crystallite.compression.decoders.run import DecoderOptions, OutOfReach, as_tokens, fit_decoder
 from crystallite.compression.decoders.stack import Stack, find_stack
 from crystallite.compression.decoders.workspace import Workspace
-from crystallite.core.errors import InvalidOption
 from crystallite.data.batch import evaluating
 from crystallite.data.calibration import Calibration
-from crystallite.models.record import record as record_of
 from crystallite.models.record import set_record_
 from crystallite.models.transformers_folder import say_size_
 
-__all__ = ["compress_decoder", "small_layers"]
+__all__ = ["compress_decoder"]
 
 
 @dataclass
 class _Memory:
-    """Layers of a model, and of the copy that becomes smaller."""
+    """Layers of a model, and of the copies that become smaller."""
 
     stack: Stack
-    result: nn.ModuleList
-    done: dict[int, FittedLayer] = field(default_factory=dict)
+    results: list[nn.ModuleList]
+    done: dict[tuple[int, int], FittedLayer] = field(default_factory=dict)
 
     def read(self, number: int) -> nn.Module:
         return self.stack.layers[number]
 
-    def write(self, number: int, layer: nn.Module, fitted: FittedLayer) -> None:
-        self.result[number], self.done[number] = layer, fitted
+    def write(self, result: int, number: int, layer: nn.Module, fitted: FittedLayer) -> None:
+        self.results[result][number], self.done[result, number] = layer, fitted
 
-    def written(self, number: int) -> FittedLayer | None:
-        return self.done.get(number)
+    def written(self, result: int, number: int) -> FittedLayer | None:
+        return self.done.get((result, number))
 
 
-def compress_decoder(model: nn.Module, data: Calibration, options: DecoderOptions, progress: bool) -> nn.Module | None:
-    """A copy of a decoder whose layers are smaller.
+def compress_decoder(
+    model: nn.Module, data: Calibration, options: DecoderOptions, progress: bool
+) -> list[nn.Module] | str:
+    """Copies of a decoder whose layers are smaller, one for each budget; or why there are none.
 
-    None where the model is none, has experts, or (with form="any") cannot become so small without a low rank.
+    That is "" where the model is no such decoder. With form="any" it may have to become smaller than it can without a
+    low rank, which is known before work begins.
     """
     with evaluating(model):
         stack = find_stack(model, as_tokens(data.fitted[0]).first(1))
         if stack is None:
-            return None
-        result = copy.deepcopy(model)
-        layers = _Memory(stack, Stack(result, stack.name).layers)
+            return ""
+        as_they_are = {id(layer): layer for layer in stack.layers}  # until others take their places
+        results = [copy.deepcopy(model, dict(as_they_are)) for _ in options.budgets]
+        layers = _Memory(stack, [Stack(result, stack.name).layers for result in results])
         try:
-            record, shared = fit_decoder(stack, layers, data, options, Workspace(), progress)
-        except InvalidOption:
+            found = fit_decoder(stack, layers, data, options, Workspace(), progress)
+        except OutOfReach as error:
             if options.form == "any":
-                return None
+                return str(error)
             raise
-    set_record_(result, record)
-    for before, now in shared:
-        say_size_(result, before, now)
-    return result
-
-
-def small_layers(result: nn.Module) -> list[str]:
-    """Layers of the result that were fitted."""
-    return [c.name for c in record_of(result).changes if c.error is not None]
+    for result, (record, shared) in zip(results, found, strict=True):
+        set_record_(result, record)
+        for before, now in shared:
+            say_size_(result, before, now)
+    return results

@@ -5,26 +5,30 @@ Inputs come from the layers that are smaller already. So each makes good, as far
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from crystallite.compression.decoders.layer_parts import LayerParts, watching
-from crystallite.compression.decoders.sensitivity import LayerProbe, own_weight, rotated, with_constant
+from crystallite.compression.decoders.sensitivity import LayerProbe, inputs_of, own_weight, rotated
 from crystallite.compression.decoders.stack import Call, Stack
 from crystallite.compression.decoders.workspace import Workspace
 from crystallite.compression.operator_specs import FittedOperator, OperatorSpec
 from crystallite.compression.pruning import eliminate
 from crystallite.graph.neuron_groups import NeuronGroup, rotate_heads_
+from crystallite.models.familiarity import Readings
 from crystallite.models.swap import put_
 from crystallite.statistics.layer_io import matrix_of, set_layer_
 from crystallite.statistics.moments import Moments
 from crystallite.statistics.regression import Regression
 
-__all__ = ["Chunk", "FittedLayer", "Streams", "fit_layer_"]
+__all__ = ["Chunk", "FittedLayer", "Streams", "fit_layer_", "goals_of"]
 
 
 _RIDGES = (1.0, 10.0, 100.0)  # times the one asked for
@@ -34,8 +38,7 @@ _RIDGES = (1.0, 10.0, 100.0)  # times the one asked for
 class Chunk:
     """Hidden states of some samples where a layer begins, and what else it is called with."""
 
-    dense: Tensor  # of the original model
-    small: Tensor  # of the one whose earlier layers are smaller
+    hidden: Tensor
     call: Call
     real: Tensor | slice  # of its positions in one row, those that are no padding
     held_out: bool  # not fitted on
@@ -43,7 +46,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class FittedLayer:
-    """What became of a layer, and what both streams are behind it."""
+    """What became of a layer."""
 
     sizes: Mapping[str, tuple[int, int]]  # layer inside it → outputs and inputs that are left
     errors: Mapping[str, float]  # reader → share of the variance of what it shall add that it gets wrong, held out
@@ -51,9 +54,10 @@ class FittedLayer:
 
 @dataclass(frozen=True)
 class Streams:
-    """Both streams where a layer begins, chunk by chunk, and a place for what is known of them inside it."""
+    """Chunk by chunk, what a smaller layer reads, and what the dense stream is behind each of its readers."""
 
-    load: Callable[[int], Chunk]
+    load: Callable[[int], Chunk]  # of the model whose earlier layers are smaller
+    goal: Callable[[int, str], Tensor]  # of a chunk, behind a reader: see `goals_of`
     count: int
     work: Workspace
 
@@ -63,13 +67,13 @@ class Streams:
 
 @torch.no_grad()
 def fit_layer_(
-    stack: Stack, dense: nn.Module, layer: nn.Module, parts: LayerParts, probe: LayerProbe, sizes: Mapping[str, int],
-    streams: Streams, ridge: float,
-) -> tuple[FittedLayer, Iterator[tuple[Tensor, Tensor]]]:  # fmt: skip
-    """Make a copy of a dense layer smaller, in place; what it is now, and both streams behind it, chunk by chunk.
+    stack: Stack, layer: nn.Module, parts: LayerParts, probe: LayerProbe, sizes: Mapping[str, int], streams: Streams,
+    ridge: float, readings: Readings | None = None,
+) -> tuple[FittedLayer, Iterator[Tensor]]:  # fmt: skip
+    """Make a copy of a dense layer smaller, in place; what it is now, and the stream behind it, chunk by chunk.
 
-    sizes: how many neurons are left of each part. Cost: a run of the dense layer over the data, and for each reader one
-    of the smaller layer up to it. Memory: that of one chunk, and moments of one reader.
+    sizes: how many neurons are left of each part. readings: takes in what the last reader reads. Cost: for each reader
+    a run of the smaller layer up to it. Memory: that of one chunk, and moments of one reader.
     """
     rows: dict[str, Tensor] = {}
     columns: dict[str, Tensor] = {}
@@ -85,38 +89,77 @@ def fit_layer_(
             kept = probe.orders[key][: sizes[key]].sort().values
             gone = {name: group.lost(name, kept) for name in group.writers}
             left |= _shrink_(layer, gone, {group.reader: group.read(kept)}, set())
-    errors, work = {}, streams.work
-    for number, chunk in streams.chunks():
-        for name, goal in _goals(stack, dense, parts, chunk).items():
-            work.put(f"goal-{number}-{name}", {"goal": goal})
-        work.put(f"small-{number}", {"small": chunk.small})
+    errors: dict[str, float] = {}
     for name in parts.readers:
         module, read = layer.get_submodule(name), parts.read_by(name)
-        moments, held = Moments(name), Moments(name)
-        for number, chunk in streams.chunks():
-            x = _read_by(stack, layer, name, chunk)
-            work.put(f"read-{number}", {"read": x})
-            goal = work.get(f"goal-{number}-{name}")["goal"].float()
-            target = goal - work.get(f"small-{number}")["small"] if parts.adds else goal
-            goal, target, rows_read = (value.flatten(0, -2)[chunk.real] for value in (goal, target, x))
-            scale = goal.pow(2).mean(-1, keepdim=True).rsqrt()  # large states are normed away later
-            scaled = with_constant(rows_read.float()).mul_(scale)
-            (held if chunk.held_out else moments).add(scaled, target * scale)
+        final = name == parts.readers[-1] and not (read is not None and read[1].embedded)  # what it reads stays so
+        moments, held = _moments(stack, layer, parts, name, streams, readings if final else None)
         fitted = _solved(moments, held, own_weight(module), ridge)
         weight = judged = fitted.weight
         if read is not None and read[1].embedded and sizes.get(read[0], read[1].size) < read[1].size:
             weight, judged = _reduced_(layer, fitted, probe.factors[name], read[1], sizes[read[0]], rows, columns)
             embedded |= {*read[1].layers}
         errors[name] = fitted.error(judged)
-        set_layer_(module, weight[:, :-1], weight[:, -1])
-        moved = read is not None and read[1].inside_heads and read[1].reader in columns  # it reads other numbers now
-        for number, chunk in streams.chunks() if parts.adds else ():
-            x = _read_by(stack, layer, name, chunk) if moved else work.get(f"read-{number}")["read"]
-            small = work.get(f"small-{number}")["small"]
-            work.put(f"small-{number}", {"small": small + stack.run(module, x, ((), {})).reshape(small.shape)})
-            work.drop(f"read-{number}")
+        inputs = matrix_of(module).shape[1]
+        set_layer_(module, weight[:, :inputs], weight[:, inputs:].flatten())
+        if parts.adds:
+            moved = judged is not weight  # what it reads is turned from here on, what was read is not
+            _add_(stack, module, parts, name, streams, judged[:, :inputs] if moved else None)
     done = FittedLayer(left | _shrink_(layer, rows, columns, embedded), errors)
-    return done, _ends(stack, dense, layer, parts, streams)
+    return done, _ends(stack, layer, parts, streams)
+
+
+def _moments(
+    stack: Stack, layer: nn.Module, parts: LayerParts, name: str, streams: Streams, readings: Readings | None
+) -> tuple[Moments, Moments]:
+    """Of what a reader reads and shall write, on the data to fit on and to judge by; what it reads is kept."""
+    module, work, both = layer.get_submodule(name), streams.work, (Moments(name), Moments(name))
+    for number, chunk in streams.chunks():
+        x = _read_by(stack, layer, name, chunk, _known(parts, number, work))
+        if readings is not None:
+            samples, positions = chunk.hidden.shape[:2]
+            mask = chunk.real.view(samples, positions) if isinstance(chunk.real, Tensor) else None
+            readings.see(module, x, samples, mask, chunk.held_out)
+        goal = streams.goal(number, name).float()
+        if parts.adds:
+            work.put(f"read-{number}", {"read": x})
+            now = work.get(f"small-{number}")["small"] if name != parts.readers[0] else chunk.hidden
+            target = goal - now
+        else:
+            target = goal
+        goal, target, rows = (value.flatten(0, -2)[chunk.real] for value in (goal, target, x))
+        scale = goal.pow(2).mean(-1, keepdim=True).rsqrt()  # large states are normed away later
+        both[chunk.held_out].add(inputs_of(module, rows, scale), target * scale)
+    return both
+
+
+def _known(parts: LayerParts, number: int, work: Workspace) -> dict[str, Any]:
+    """What modules inside the layer return of a chunk, as far as that is known: see `LayerParts.around`."""
+    found: dict[str, Any] = {}
+    for name, (outer, more) in parts.around.items():
+        if work.has(f"wrote-{number}-{name}"):
+            value = work.get(f"wrote-{number}-{name}")["wrote"]
+            found[outer] = value if more < 0 else (value, *[None] * more)
+    return found
+
+
+def _add_(
+    stack: Stack, module: nn.Module, parts: LayerParts, name: str, streams: Streams, weight: Tensor | None
+) -> None:
+    """Add what a reader writes now to the stream; weight: for what it read, where that is not its own."""
+    work, last = streams.work, name == parts.readers[-1]
+    for number, chunk in streams.chunks():
+        x = work.get(f"read-{number}")["read"]
+        small = work.get(f"small-{number}")["small"] if name != parts.readers[0] else chunk.hidden
+        if weight is None:
+            wrote = stack.run(module, x, ((), {}))
+        else:
+            bias = module._parameters.get("bias")
+            wrote = F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+        work.put(f"small-{number}", {"small": small + wrote.reshape(small.shape)})
+        work.drop(f"read-{number}")
+        if name in parts.around and not last:
+            work.put(f"wrote-{number}-{name}", {"wrote": wrote})
 
 
 def _solved(moments: Moments, held: Moments, own: Tensor, ridge: float) -> Regression:
@@ -128,47 +171,53 @@ def _solved(moments: Moments, held: Moments, own: Tensor, ridge: float) -> Regre
     return best
 
 
-def _ends(
-    stack: Stack, dense: nn.Module, layer: nn.Module, parts: LayerParts, streams: Streams
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Both streams behind the layer; what is known of them inside it is dropped."""
+def _ends(stack: Stack, layer: nn.Module, parts: LayerParts, streams: Streams) -> Iterator[Tensor]:
+    """The stream behind the layer; what is known of it inside the layer is dropped."""
     for number, chunk in streams.chunks():
         if parts.adds:
-            last = f"goal-{number}-{parts.readers[-1]}"
-            yield streams.work.get(last)["goal"], streams.work.get(f"small-{number}")["small"]
+            yield streams.work.get(f"small-{number}")["small"]
+            for name in (f"small-{number}", *(f"wrote-{number}-{reader}" for reader in parts.around)):
+                streams.work.drop(name)
         else:
-            yield stack.run(dense, chunk.dense, chunk.call), stack.run(layer, chunk.small, chunk.call)
-        for name in parts.readers:
-            streams.work.drop(f"goal-{number}-{name}")
-        streams.work.drop(f"small-{number}")
+            yield stack.run(layer, chunk.hidden, chunk.call)
 
 
-def _goals(stack: Stack, dense: nn.Module, parts: LayerParts, chunk: Chunk) -> dict[str, Tensor]:
-    """What the dense stream is behind each reader or, where they do not add to it, what each writes."""
+def goals_of(stack: Stack, dense: nn.Module, parts: LayerParts, chunk: Chunk) -> tuple[Tensor, dict[str, Tensor]]:
+    """The dense stream behind a layer, and behind each reader; where they do not add to it, what each writes.
+
+    What is behind the last reader that adds to the stream is the first of both, and not in the second.
+    """
     with watching(dense, parts.readers) as seen:
-        end = stack.run(dense, chunk.dense, chunk.call)
+        end = behind = stack.run(dense, chunk.hidden, chunk.call)
     if not parts.adds:
-        return {name: seen.outputs[name] for name in parts.readers}
+        return end, {name: seen.outputs[name] for name in parts.readers}
     found = {}
-    for name in reversed(parts.readers):
-        found[name] = end
-        end = end - seen.outputs[name].reshape(end.shape)
-    return found
+    for before, name in reversed(list(itertools.pairwise(parts.readers))):
+        found[before] = behind = behind - seen.outputs[name].reshape(end.shape)
+    return end, found
 
 
 class _Enough(Exception):
     """What was wanted has been seen."""
 
 
-def _read_by(stack: Stack, layer: nn.Module, name: str, chunk: Chunk) -> Tensor:
-    """What a layer inside reads; what would run after it does not."""
+def _read_by(stack: Stack, layer: nn.Module, name: str, chunk: Chunk, known: Mapping[str, Any]) -> Tensor:
+    """What a layer inside reads; what would run after it does not; known: what some modules return, unrun."""
 
     def stop(_: str) -> None:
         raise _Enough
 
-    with watching(layer, [name], before=stop) as seen, suppress(_Enough):
-        stack.run(layer, chunk.small, chunk.call)
+    with watching(layer, [name], before=stop) as seen, suppress(_Enough), ExitStack() as stand_ins:
+        for outer, value in known.items():
+            module = layer.get_submodule(outer)
+            module.forward = _returns(value)
+            stand_ins.callback(delattr, module, "forward")
+        stack.run(layer, chunk.hidden, chunk.call)
     return seen.inputs[name]
+
+
+def _returns(value: Any) -> Callable[..., Any]:
+    return lambda *_, **__: value
 
 
 def _silence_(layer: nn.Module, group: NeuronGroup, left: Tensor, rows: dict[str, Tensor]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from crystallite.compression.decoders.stack import Stack
+from crystallite.compression.decoders.stack import Call, Stack
 from crystallite.compression.pruning import find_prunable
 from crystallite.data.batch import Batch
 from crystallite.graph.neuron_groups import NeuronGroup
@@ -30,6 +30,7 @@ class LayerParts:
     readers: tuple[str, ...] = ()  # layers that read the groups, in the order in which they run
     adds: bool = False  # what the layer writes is what it reads and what the readers write, added up
     alone: Mapping[str, str] = field(default_factory=dict)  # what stays as it is → why
+    around: Mapping[str, tuple[str, int]] = field(default_factory=dict)  # reader → see `_around`
 
     def read_by(self, reader: str) -> tuple[str, NeuronGroup] | None:
         """The group that a layer reads, and its key."""
@@ -50,7 +51,9 @@ def find_parts(stack: Stack, layer: nn.Module, batch: Batch, form: str, keep: Se
         return LayerParts(alone={"": f"its graph cannot be had: {error}"})
     groups = dict[str, NeuronGroup]()
     every = [name.removeprefix(prefix) for group in found.groups for name in group.readers]
-    readers, adds = _readers(Stack(model, stack.name), layer, every, few)
+    alone_here = Stack(model, stack.name)
+    hidden, (call,) = alone_here.begin(few)
+    readers, adds = _readers(alone_here, layer, every, hidden, call)
     for group in found.groups:
         kind = "scores" if not group.readers else "values" if group.inside_heads else "neurons"
         if form != "any" and (kind != "neurons" or group.embedded):
@@ -59,7 +62,7 @@ def find_parts(stack: Stack, layer: nn.Module, batch: Batch, form: str, keep: Se
             group, prefix
         )
     alone |= {name.replace(prefix, ""): why for name, why in found.reasons.items()}
-    return LayerParts(groups, readers, adds, alone)
+    return LayerParts(groups, readers, adds, alone, _around(alone_here, layer, readers, hidden, call) if adds else {})
 
 
 def _short(value: Any) -> Any:
@@ -92,10 +95,11 @@ def _inside(group: NeuronGroup, prefix: str) -> NeuronGroup:
 
 
 @torch.no_grad()
-def _readers(stack: Stack, layer: nn.Module, candidates: Sequence[str], batch: Batch) -> tuple[tuple[str, ...], bool]:
+def _readers(
+    stack: Stack, layer: nn.Module, candidates: Sequence[str], hidden: Tensor, call: Call
+) -> tuple[tuple[str, ...], bool]:
     """The layers that read a group, in the order in which they run, and whether the layer's output is its input and
     what they write, added up: no norm, scale or other layer lies between."""
-    hidden, (call,) = stack.begin(batch)
     order: list[str] = []
     with watching(layer, candidates, order.append) as seen:
         end = stack.run(layer, hidden, call)
@@ -105,6 +109,26 @@ def _readers(stack: Stack, layer: nn.Module, candidates: Sequence[str], batch: B
     added = hidden + sum(output.reshape(hidden.shape) for output in written)  # samples and positions may be one axis
     once = len(order) == len(set(order))
     return tuple(dict.fromkeys(order)), once and float((end - added).norm()) <= _ROUNDING * float((end - hidden).norm())
+
+
+@torch.no_grad()
+def _around(
+    stack: Stack, layer: nn.Module, readers: Sequence[str], hidden: Tensor, call: Call
+) -> dict[str, tuple[str, int]]:
+    """The outermost module that returns what a reader writes and nothing else, and how many times None behind it.
+
+    Where that is known, the module, such as all of attention, need not be run again. −1: what it returns is no tuple.
+    """
+    above = {name: [name[:at] for at, letter in enumerate(name) if letter == "."] for name in readers}
+    with watching(layer, [*readers, *(outer for names in above.values() for outer in names)]) as seen:
+        stack.run(layer, hidden, call)
+    found = {}
+    for name, outer in ((name, outer) for name, names in above.items() for outer in reversed(names)):
+        given: Any = seen.outputs.get(outer)
+        first, *rest = given if isinstance(given, tuple) else (given,)
+        if isinstance(first, Tensor) and torch.equal(first, seen.outputs[name]) and all(v is None for v in rest):
+            found[name] = outer, len(rest) if isinstance(given, tuple) else -1
+    return found
 
 
 @dataclass
@@ -127,7 +151,8 @@ def watching(
 
     def reads(name: str) -> Any:
         def see(_: Any, inputs: tuple[Tensor, ...]) -> None:
-            seen.inputs[name] = inputs[0].detach()
+            if inputs:  # modules around layers may be called with names only
+                seen.inputs[name] = inputs[0].detach()
             if before is not None:
                 before(name)
 

@@ -16,11 +16,12 @@ from safetensors.torch import save_file
 from torch import nn
 
 from crystallite.compression.decoders.layer_fit import FittedLayer
-from crystallite.compression.decoders.run import CHUNK, DecoderOptions, as_tokens, fit_decoder
+from crystallite.compression.decoders.run import CHUNK, DecoderOptions, OutOfReach, as_tokens, fit_decoder
 from crystallite.compression.decoders.stack import Stack, why_no_stack
 from crystallite.compression.decoders.workspace import Workspace
+from crystallite.compression.whole_cost import budgets_of
 from crystallite.core.errors import InvalidOption
-from crystallite.core.files import write_file, writing
+from crystallite.core.files import new_folder, write_file, writing
 from crystallite.core.suggest import check_choice, suggest_keywords
 from crystallite.data.calibration import Calibration
 from crystallite.models.layered_folder import LayeredFolder, describe_layer, named, write_layered
@@ -41,36 +42,36 @@ class _Disk:
     """Layers of a folder, and files with those that are done."""
 
     source: LayeredFolder
-    work: Path
+    results: tuple[Path, ...]  # a folder of such files for each budget
 
     def read(self, number: int) -> nn.Module:
         return self.source.layer(number)
 
-    def shard(self, number: int) -> Path:
-        return self.work / f"layer-{number:05}.safetensors"
+    def shard(self, result: int, number: int) -> Path:
+        return self.results[result] / f"layer-{number:05}.safetensors"
 
-    def write(self, number: int, layer: nn.Module, fitted: FittedLayer) -> None:
-        prefix, shard = f"{self.source.name}.{number}.", self.shard(number)
+    def write(self, result: int, number: int, layer: nn.Module, fitted: FittedLayer) -> None:
+        prefix, shard = f"{self.source.name}.{number}.", self.shard(result, number)
         with writing(shard):
+            shard.parent.mkdir(exist_ok=True)
             save_file(named(layer, prefix), shard, {"format": "pt"})
         layers: Any = self.source.model.get_submodule(self.source.name)
         description = {
             "sizes": fitted.sizes, "errors": fitted.errors, "modules": describe_layer(layers[number], layer),
         }  # fmt: skip
-        write_file(
-            self._description_file(number), json.dumps(description).encode()
-        )  # last: from here on the layer is done
+        file = self._description_file(result, number)
+        write_file(file, json.dumps(description).encode())  # last: from here on the layer is done
 
-    def _description_file(self, number: int) -> Path:
-        return self.work / f"layer-{number:05}.json"
+    def _description_file(self, result: int, number: int) -> Path:
+        return self.shard(result, number).with_suffix(".json")
 
-    def description(self, number: int) -> dict[str, Any]:
-        return dict(json.loads(self._description_file(number).read_text()))
+    def description(self, result: int, number: int) -> dict[str, Any]:
+        return dict(json.loads(self._description_file(result, number).read_text()))
 
-    def written(self, number: int) -> FittedLayer | None:
-        if not self._description_file(number).is_file():
+    def written(self, result: int, number: int) -> FittedLayer | None:
+        if not self._description_file(result, number).is_file():
             return None
-        found = self.description(number)
+        found = self.description(result, number)
         return FittedLayer({name: tuple(size) for name, size in found["sizes"].items()}, found["errors"])
 
 
@@ -80,7 +81,7 @@ def compress_folder(
     calibration: Any,
     out: str | os.PathLike[str],
     *,
-    budget: float,
+    budget: float | Sequence[float],
     objective: str = "macs",
     form: str = "any",
     memory: str | int | None = None,
@@ -89,7 +90,7 @@ def compress_folder(
     targets: str | Sequence[str] = ("*",),
     ignore: str | Sequence[str] = (),
     progress: bool = False,
-) -> Summary:
+) -> Any:
     """A smaller decoder written to a new folder, layer by layer: the model need not fit into memory.
 
     The same as `compress` of the model, `save`d; but only one layer, its statistics and a chunk of activations are in
@@ -100,13 +101,13 @@ def compress_folder(
     Args:
         folder: a transformers folder with a dense causal language model, in one file or in shards.
         calibration: batches of token ids, as `texts` gives them from plain text; see `compress`.
-        out: the new folder.
+        out: the new folder; with several budgets, one that holds a folder for each, named as the budget is: "0.8".
         budget, objective, form, ridge, seed, targets, ignore: as for `compress`.
         memory: what the run may take, in bytes or as "3GB"; refused before work begins where that is too little.
         progress: a bar on standard error.
 
     Returns:
-        A `Summary` of what each layer became.
+        A `Summary` of what each layer became; with several budgets, a list of them.
 
     Raises:
         InvalidOption: the folder `out` exists, the model is no decoder whose layers can be read one by one, a budget
@@ -118,8 +119,7 @@ def compress_folder(
         raise InvalidOption(f"{target}: exists already; choose another name or remove it")
     check_choice("objective", objective, ("macs", "parameters"))
     check_choice("form", form, FORMS)
-    if not 0 < budget <= 1:
-        raise InvalidOption(f"budget: expected a share of what the model costs above 0 and up to 1, got {budget!r}")
+    budgets = budgets_of(budget)
     source = LayeredFolder.open(Path(folder))
     stack = Stack(source.model, source.name)
     widest = max(p[0].numel() for layer in stack.layers for p in layer.parameters() if p.ndim > 1)
@@ -129,26 +129,46 @@ def compress_folder(
     if why := why_no_stack(source.model, as_tokens(data.fitted[0])):
         raise InvalidOption(f"{folder}: {why}; open the model, and use compress")
     patterns = [(p,) if isinstance(p, str) else tuple(p) for p in (targets, ignore)]
-    options = DecoderOptions(budget, objective, form, ridge, seed, *patterns)
-    record = _run(source, data, target, options, target.with_name(f"{target.name}.partial"), progress)
-    return Summary.of(record)
+    options = DecoderOptions(budgets, objective, form, ridge, seed, *patterns)
+    work = target.with_name(f"{target.name}.partial")
+    records = _run(source, data, target, options, work, isinstance(budget, Sequence), progress)
+    summaries = [Summary.of(record) for record in records]
+    return summaries if isinstance(budget, Sequence) else summaries[0]
 
 
 def _run(
-    source: LayeredFolder, data: Calibration, out: Path, options: DecoderOptions, work: Path, progress: bool
-) -> Record:
+    source: LayeredFolder, data: Calibration, out: Path, options: DecoderOptions, work: Path, several: bool,
+    progress: bool,
+) -> list[Record]:  # fmt: skip
     tensors = [b.named["input_ids"] for b in map(as_tokens, data.all)]
     state, plain = Workspace(work / "state"), vars(options)
     tokens = [[*t.shape, hashlib.sha256(t.cpu().contiguous().numpy().tobytes()).hexdigest()] for t in tensors]
     state.check_identity({"model": source.identity, "tokens": tokens, **plain})
-    stack, layers = Stack(source.model, source.name), _Disk(source, work)
-    record, shared = fit_decoder(stack, layers, data, options, state, progress)
-    numbers = range(len(stack.layers))
-    modules = [layers.description(n)["modules"] for n in numbers]
-    shards = {n: layers.shard(n) for n in numbers}
-    write_layered(source, out, shards, modules, record, shared, {"model": str(source.folder), **plain})
+    names = [f"{budget:g}" for budget in options.budgets]
+    stack, layers = Stack(source.model, source.name), _Disk(source, tuple(work / name for name in names))
+    try:
+        found = fit_decoder(stack, layers, data, options, state, progress)
+    except OutOfReach:
+        shutil.rmtree(work)
+        raise
+    metadata = {"model": str(source.folder), **{k: v for k, v in plain.items() if k != "budgets"}}
+
+    def write(result: int, folder: Path) -> None:
+        record, shared = found[result]
+        numbers = range(len(stack.layers))
+        modules = [layers.description(result, n)["modules"] for n in numbers]
+        shards = {n: layers.shard(result, n) for n in numbers}
+        said = metadata | {"budget": options.budgets[result]}
+        write_layered(source, folder, shards, modules, record, shared, said)
+
+    if several:
+        with new_folder(out) as folder:
+            for result, name in enumerate(names):
+                write(result, folder / name)
+    else:
+        write(0, out)
     shutil.rmtree(work)
-    return record
+    return [record for record, _ in found]
 
 
 def _bytes(text: str | int) -> int:

@@ -22,7 +22,17 @@ from crystallite.statistics.layer_io import matrix_of
 from crystallite.statistics.moments import Moments
 from crystallite.statistics.regression import Regression
 
-__all__ = ["LayerProbe", "back_through", "gradients_at_end", "own_weight", "rotated", "sizes_of", "with_constant"]
+__all__ = [
+    "LayerProbe",
+    "back_through",
+    "gradients_at_end",
+    "inputs_of",
+    "least_weights_of",
+    "own_weight",
+    "rotated",
+    "sizes_of",
+    "weights_of",
+]
 
 _POSITIONS = 128  # at once, where logits are computed
 _RIDGE = 0.01
@@ -99,7 +109,7 @@ def back_through(
             squares[name] = (g.T @ g).double() + squares.get(name, 0.0)
             if name in moments:
                 length = g.norm(dim=1, keepdim=True)  # a position counts as much as its errors matter
-                x = with_constant(seen.inputs[name].flatten(0, -2).float()) * length
+                x = inputs_of(layer.get_submodule(name), seen.inputs[name].flatten(0, -2), length)
                 moments[name].add(x, x[:, :0])
                 weights[name] += float((length.double() ** 2).sum())
         for key, name in asked.items():
@@ -143,6 +153,14 @@ def weights_of(layer: nn.Module, group: NeuronGroup) -> float:
     return float(found)
 
 
+def least_weights_of(layer: nn.Module, group: NeuronGroup) -> float:
+    """How many weights belong to what is at least left of a group."""
+    size = sizes_of(group)[-1]
+    if group.readers:
+        return weights_of(layer, group) * size / group.size
+    return float(_weights_held(layer, group).sort().values[:size].sum())
+
+
 def _weights_held(layer: nn.Module, group: NeuronGroup) -> Tensor:
     """(neurons,) of layers that write them."""
     found = torch.zeros(group.size, dtype=torch.float64)
@@ -153,15 +171,20 @@ def _weights_held(layer: nn.Module, group: NeuronGroup) -> Tensor:
     return found
 
 
-def with_constant(x: Tensor) -> Tensor:
-    """(rows, inputs + 1): a bias is a weight of what is always 1."""
-    return torch.cat([x, x.new_ones(len(x), 1)], 1)
+def inputs_of(module: nn.Module, x: Tensor, scale: Tensor) -> Tensor:
+    """(rows, inputs) what a layer read, times a number for each row; a bias is a weight of what is always 1."""
+    if module._parameters.get("bias") is None:
+        return x * scale
+    found = x.new_empty(len(x), x.shape[1] + 1, dtype=scale.dtype)
+    torch.mul(x, scale, out=found[:, :-1])
+    found[:, -1:] = scale
+    return found
 
 
 def own_weight(module: nn.Module) -> Tensor:
-    """(outputs, inputs + 1) float64: the weight of a layer and its bias."""
+    """(outputs, inputs) float64: the weight of a layer and, in a column more, its bias if it has one."""
     weight, bias = matrix_of(module).double(), module._parameters.get("bias")
-    return torch.cat([weight, weight.new_zeros(len(weight), 1) if bias is None else bias.detach().double()[:, None]], 1)
+    return weight if bias is None else torch.cat([weight, bias.detach().double()[:, None]], 1)
 
 
 def _of_layer(module: nn.Module, moments: Moments, factor: Tensor) -> Regression:

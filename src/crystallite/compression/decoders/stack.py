@@ -17,8 +17,9 @@ from crystallite.data.outputs import equal_up_to_rounding
 from crystallite.models.layered_folder import list_of_layers
 from crystallite.operators.experts import Experts, holds_stacks
 
-__all__ = ["Call", "Stack", "find_stack", "why_no_stack"]
+__all__ = ["Call", "Calls", "Stack", "find_stack", "why_no_stack"]
 
+_KEPT = 2**26  # bytes of what layers are called with
 _LARGE = 2**25  # parameters from which on time matters
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # what a layer is called with beside hidden states
 
@@ -104,6 +105,39 @@ class Stack:
             setattr(around, last, layers)
             if handle is not None:
                 handle.remove()
+
+
+class Calls:
+    """What the layers of a stack are called with beside hidden states, chunk by chunk of the data: masks, tables of
+    positions. Equal tensors are one; those of chunks beyond a limit of memory are made again when they are needed."""
+
+    def __init__(self, stack: Stack, chunks: Sequence[Batch]) -> None:
+        self._stack, self._chunks = stack, chunks
+        self._kept: dict[int, list[Call]] = {}
+        self._tensors: dict[int, Tensor] = {}  # by identity
+
+    def of(self, chunk: int, layer: int) -> Call:
+        found = self._kept.get(chunk)
+        if found is None:
+            seen: dict[int, Tensor] = {}
+            found = [self._shared(call, seen) for call in self._stack.begin(self._chunks[chunk])[1]]
+            used = {id(tensor): tensor for tensor in seen.values()}
+            if sum(tensor.nbytes for tensor in (self._tensors | used).values()) <= _KEPT:
+                self._kept[chunk], self._tensors = found, self._tensors | used
+        return found[layer]
+
+    def _shared(self, call: Call, seen: dict[int, Tensor]) -> Call:
+        """The same call with tensors that are known already; seen: by the identity of what is replaced."""
+
+        def one(value: Any) -> Any:
+            if isinstance(value, tuple):
+                return tuple(map(one, value))
+            if isinstance(value, Tensor) and id(value) not in seen:
+                alike = (t for t in self._tensors.values() if t.shape == value.shape and t.dtype == value.dtype)
+                seen[id(value)] = next((tensor for tensor in alike if torch.equal(tensor, value)), value)
+            return seen[id(value)] if isinstance(value, Tensor) else value
+
+        return one(call[0]), {name: one(value) for name, value in call[1].items()}
 
 
 class _Stopped(Exception):

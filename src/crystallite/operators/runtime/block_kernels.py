@@ -15,16 +15,14 @@ table `stages`, their stacks of equal blocks rows of a table `stacks`; arrays ar
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from numba import cfunc, njit, types
+from numba import njit
 
-from crystallite.core.index_checks import CHECK_INDICES
 from crystallite.operators.runtime.functions import erf, sigmoid, tanh
 from crystallite.operators.runtime.instructions import copy_line, dot_rows, line_product, transpose_tile
-from crystallite.operators.runtime.work_sharing import array_at, claim, finish, wait
+from crystallite.operators.runtime.work_sharing import array_at, claim, finish, member, wait
 from crystallite.operators.runtime.work_sharing import part as _part
 
 __all__ = ["ACTIVATIONS", "entry"]
@@ -361,10 +359,4 @@ def entry(number: Any) -> Any:
             scratch = array_at(given[_SCRATCH], 2 * ((samples + width - 1) // width) * most * width, like)
             _by_layers(stages, stacks, places, bias, x, y, scratch, counters, parts)
 
-    signature = types.void(types.int64)
-    if CHECK_INDICES:  # a cfunc would print an error and go on
-        return SimpleNamespace(ctypes=njit(signature, nogil=True)(run))
-    try:
-        return cfunc(signature, cache=True)(run)
-    except RuntimeError:  # no folder can be written
-        return cfunc(signature)(run)
+    return member(run)

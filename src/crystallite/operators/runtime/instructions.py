@@ -17,7 +17,16 @@ from numba.extending import intrinsic
 
 from crystallite.core.index_checks import check_span
 
-__all__ = ["PANEL", "copy_line", "dot_rows", "line_product", "tile_product", "transpose_tile"]
+__all__ = [
+    "PANEL",
+    "copy_line",
+    "copy_numbers",
+    "dot_rows",
+    "line_product",
+    "shifted_product",
+    "tile_product",
+    "transpose_tile",
+]
 
 PANEL = 16
 """Weights lie in panels, (panels, depth, 16): 16 neighbouring outputs fill a cache line, a panel is read in order."""
@@ -193,6 +202,48 @@ def line_product(rows: int) -> Any:
     return product
 
 
+def shifted_product(rows: int, vectors: int) -> Any:
+    """Compiled f(weight, row, steps, numbers, first, out): registers of rows of a product with shifted lines.
+
+    out[row + r, first + j] = Σ weight[row + r, d] · numbers[steps[d] + first + j] for `rows` r and the lanes j of so
+    many registers. weight and out are matrices, numbers and steps vectors; all C-contiguous, numbers of one dtype.
+    """
+
+    @intrinsic
+    def product(_typing: Any, weight: Any, row: Any, steps: Any, numbers: Any, first: Any, out: Any) -> Any:
+        if any(array.layout != "C" for array in (weight, steps, numbers, out)):
+            raise TypingError("shifted_product: expected C-contiguous arrays")
+        signature = types.void(weight, types.intp, steps, numbers, types.intp, out)
+
+        def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+            _, row, _, _, first, _ = args
+            arrays = [context.make_array(sig.args[i])(context, builder, args[i]) for i in (0, 2, 3, 5)]
+            weight, steps, numbers, out = arrays
+            _, depth = cgutils.unpack_tuple(builder, weight.shape)
+            _, written = cgutils.unpack_tuple(builder, out.shape)
+            dtype = sig.args[0].dtype
+            tile = _Tile(context, builder, dtype, rows, 1, vectors * 256 // dtype.bitwidth)
+            zero = ir.Constant(tile.vector, [0.0] * tile.lanes)
+            for slot in tile.sums.values():
+                builder.store(zero, slot)
+            places = [builder.add(row, ir.Constant(_I64, r)) for r in range(rows)]
+            starts = [builder.mul(place, depth) for place in places]
+            with cgutils.for_range(builder, depth) as loop:
+                here = builder.add(builder.load(tile.place(steps, loop.index)), first)
+                states = {q: tile.load(numbers, here, q) for q in tile.lane_groups}
+                for r in range(rows):
+                    factor = tile.splat(weight, builder.add(starts[r], loop.index))
+                    for q in tile.lane_groups:
+                        tile.add_product(tile.sums[r, 0, q], factor, states[q])
+            for (r, _, q), slot in tile.sums.items():
+                tile.store(builder.load(slot), out, builder.add(builder.mul(places[r], written), first), q)
+            return context.get_dummy_value()
+
+        return signature, generate
+
+    return product
+
+
 def dot_rows(rows: int, ways: int) -> Any:
     """Compiled f(weight, row, x, first, out, place): out[place + i] = weight[row + i] · x[first:], for `rows` i.
 
@@ -256,6 +307,31 @@ def copy_line(_typing: Any, source: Any, line: Any, add: Any, target: Any, place
         add = tile.repeated(args[2])
         for q in tile.lane_groups:
             tile.store(builder.fadd(tile.load(source, begin, q), add), target, into, q)
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+@intrinsic
+def copy_numbers(_typing: Any, source: Any, start: Any, count: Any, add: Any, target: Any, into: Any) -> Any:
+    """target[into + i] = source[start + i] + add for i up to `count`; vectors of one dtype that do not overlap."""
+    if any(array.layout != "C" for array in (source, target)):
+        raise TypingError("copy_numbers: expected C-contiguous arrays")
+    signature = types.void(source, types.intp, types.intp, source.dtype, target, types.intp)
+
+    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        _, start, count, add, _, into = args
+        source, target = (context.make_array(sig.args[i])(context, builder, args[i]) for i in (0, 4))
+        tile = _Tile(context, builder, sig.args[0].dtype, 0, 0)
+        lanes, one, zero = ir.Constant(_I64, tile.lanes), ir.Constant(_I64, 1), ir.Constant(_I64, 0)
+        whole = builder.mul(builder.sdiv(count, lanes), lanes)
+        everywhere = tile.repeated(add)
+        with cgutils.for_range_slice(builder, zero, whole, lanes) as (i, _):
+            numbers = tile.load(source, builder.add(start, i), 0)
+            tile.store(builder.fadd(numbers, everywhere), target, builder.add(into, i), 0)
+        with cgutils.for_range_slice(builder, whole, count, one) as (i, _):
+            number = builder.load(tile.place(source, builder.add(start, i)))
+            builder.store(builder.fadd(number, add), tile.place(target, builder.add(into, i)))
         return context.get_dummy_value()
 
     return signature, generate

@@ -1,16 +1,20 @@
-"""What compiled functions need to work in a team on the same memory: arrays by address, and counters."""
+"""What compiled functions need to work in a team on the same memory: arrays by address, counters, a way in."""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 from llvmlite import ir
-from numba import carray, njit, types
+from numba import carray, cfunc, njit, types
 from numba.extending import intrinsic
 
-__all__ = ["array_at", "claim", "finish", "part", "wait"]
+from crystallite.core.index_checks import CHECK_INDICES
+
+__all__ = ["array_at", "claim", "finish", "member", "part", "wait"]
 
 part = njit(nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 """Decorates what only compiled functions call."""
@@ -72,3 +76,14 @@ def wait(counters, step, parts):
     """Return when all parts of a step are done. Who has begun one is running: nobody waits for who came late."""
     while _value(counters, 2 * step + 1) < parts:
         pass
+
+
+def member(run: Callable[[Any], None]) -> Any:
+    """What each thread of a team calls, compiled: (address of its arguments) → nothing."""
+    signature = types.void(types.int64)
+    if CHECK_INDICES:  # a cfunc would print an error and go on
+        return SimpleNamespace(ctypes=njit(signature, nogil=True)(run))
+    try:
+        return cfunc(signature, cache=True)(run)
+    except RuntimeError:  # no folder can be written
+        return cfunc(signature)(run)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from crystallite.core.drawing import Dot, Label
-from crystallite.report.run_charts import front_charts
+from crystallite.core.run_charts import front_charts
 
 _COMPARED = [
     ("dense", 300032, 0.86, 0.974),

@@ -1,20 +1,39 @@
-"""Drawings of whole runs: level sweeps, quality against cost, and the training monitor."""
+"""Charts of numbers: lines, bars, and those of whole runs: level sweeps, quality against cost, the training monitor."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from crystallite.core.drawing import SERIES, Dot, Drawing, Label, Line, Shape
-from crystallite.report.axes import HEIGHT, WIDTH, Axis, finite, frame, legend, number
+import numpy as np
 
-__all__ = ["front_charts", "monitor_charts", "sweep_charts"]
+from crystallite.core.axes import HEIGHT, WIDTH, Axis, finite, frame, legend, number
+from crystallite.core.drawing import SERIES, Box, Dot, Drawing, Label, Line, Raster, Shape
+
+__all__ = [
+    "bar_chart",
+    "curve",
+    "front_charts",
+    "heat_map",
+    "line_chart",
+    "monitor_charts",
+    "role_chart",
+    "sweep_charts",
+]
 
 Row = dict[str, Any]
 _Box = tuple[float, float, float, float]  # left, top, right, bottom
 _NAMED_POINTS = 16
 _LETTER, _LINE, _LINES = 6.2, 11, 12  # width of a letter of a name, height of a name, and how many heights are tried
 _FRAME: _Box = (50, 14, WIDTH - 2, 180)  # names stay inside
+_DRAWN = 200  # points of a line
+_MOST_BARS, _NAME, _BARS, _BAR = (
+    40,
+    40,
+    240,
+    200,
+)  # bars, letters of a name, room for names, how long a bar can be
+_MOST_COLUMNS, _COLUMN = 12, 62  # of a heat map, and how wide one is
 _SWEEP = (
     ("metric", "task metric", False),
     ("agreement", "samples with the same decision", True),
@@ -75,11 +94,14 @@ def _line_charts(
         }
         lines = {name: points for name, points in lines.items() if points}
         if lines:
-            charts[label] = _lines(lines, title, label, share, log)
+            charts[label] = line_chart(lines, title, label, share, log)
     return charts
 
 
-def _lines(lines: dict[str, list[tuple[float, float]]], along: str, label: str, share: bool, log: bool) -> Drawing:
+def line_chart(
+    lines: dict[str, list[tuple[float, float]]], along: str, label: str, share: bool = False, log: bool = False
+) -> Drawing:
+    """Lines by name, each through its points (x, y); `share`: y as percentages, `log`: x on a logarithmic scale."""
     x = Axis.over([p[0] for points in lines.values() for p in points], along, log=log)
     y = Axis.over([p[1] for points in lines.values() for p in points], label, share=share)
     colour = _colours(list(lines))
@@ -95,6 +117,67 @@ def _lines(lines: dict[str, list[tuple[float, float]]], along: str, label: str, 
     ends = [f"{name}: {y.text(p[0][1])} to {y.text(p[-1][1])}" for name, p in list(lines.items())[: len(SERIES)]]
     text = f"{label} over {along}, from {number(x.low)} to {number(x.high)}. " + "; ".join(ends) + "."
     return Drawing(WIDTH, HEIGHT + extra, text, (*shapes, *entries))
+
+
+def curve(x: np.ndarray, y: np.ndarray) -> list[tuple[float, float]]:
+    """Points of a line, no more than can be seen.
+
+    >>> curve(np.arange(2), np.array([0.5, 0.25]))
+    [(0.0, 0.5), (1.0, 0.25)]
+    """
+    shown = np.unique(np.linspace(0, len(x) - 1, _DRAWN).astype(int))
+    return [(float(x[i]), float(y[i])) for i in shown] if len(x) else []
+
+
+def bar_chart(bars: Sequence[tuple[str, float, str]], title: str) -> Drawing:
+    """(name, share, text) one below the other: a share of the full width each, and a text behind it."""
+    shapes: list[Shape] = [Label(0, 11, title, "ink")]
+    shown = bars[:_MOST_BARS]
+    left = min(_BARS, 10 + 6 * max((len(name) for name, *_ in shown), default=0))  # bars begin behind the names
+    for place, (name, share, text) in enumerate(shown):
+        top = 20 + 18 * place
+        shapes.append(Label(0, top + 9, _shortened(name, _NAME), size=10))
+        shapes.append(Box(left, top, _BAR, 11, "rule"))
+        shapes.append(Box(left, top, _BAR * min(max(share, 0.0), 1.0), 11, "blue"))
+        shapes.append(Label(left + _BAR + 6, top + 9, text, "ink", size=10))
+    if len(bars) > len(shown):
+        shapes.append(Label(0, 29 + 18 * len(shown), f"and {len(bars) - len(shown)} more", size=10))
+    said = "; ".join(f"{name}: {text}" for name, _, text in shown[:8])
+    return Drawing(left + _BAR + 110, 38 + 18 * len(shown), f"{title}. {said}.", tuple(shapes))
+
+
+def role_chart(roles: Sequence[Row], metric: str | None) -> Drawing:
+    """What is lost without each block: layer, block, and numbers by class, or by output where there are no classes."""
+    by_class = any(role["classes"] for role in roles)
+    found = [role["classes"] if by_class else role["outputs"] for role in roles]
+    values = np.array([[own[key] for key in found[0]] for own in found], float)
+    most = np.argsort(-np.nan_to_num(values).max(0), kind="stable")[:_MOST_COLUMNS]
+    chosen = np.sort(most)  # in their order
+    names = [f"{role['layer'] or 'model'}, block {role['block']}" for role in roles]
+    title = f"{metric} lost without a block" if by_class else "relative change of outputs without a block"
+    return heat_map(names, [list(found[0])[i] for i in chosen], values[:, chosen], title)
+
+
+def heat_map(rows: Sequence[str], columns: Sequence[str], values: np.ndarray, title: str) -> Drawing:
+    """values (rows, columns) as shades, 0 and below as paper and the largest darkest, each with its number."""
+    rows, columns, values = rows[:_MOST_BARS], columns[:_MOST_COLUMNS], values[:_MOST_BARS, :_MOST_COLUMNS]
+    largest = float(np.nanmax(values, initial=0.0)) or 1.0
+    width, height = _COLUMN * len(columns), 18 * len(rows)
+    shades = np.clip(np.nan_to_num(values) / largest, 0.0, 1.0)
+    shapes: list[Shape] = [Label(0, 11, title, "ink"), Raster(_BARS, 36, width, height, shades)]
+    for i, name in enumerate(columns):
+        shapes.append(Label(_BARS + _COLUMN * (i + 0.5), 30, _shortened(name, 9), anchor="middle", size=10))
+    for j, name in enumerate(rows):
+        shapes.append(Label(0, 49 + 18 * j, _shortened(name, _NAME), size=10))
+        for i in range(len(columns)):
+            place = _BARS + _COLUMN * (i + 0.5), 49 + 18 * j
+            shapes.append(Label(*place, number(float(f"{values[j, i]:.2g}")), "ink", "middle", 10, halo=True))
+    strongest = [f"{name}: {columns[int(np.nanargmax(values[j]))]}" for j, name in enumerate(rows[:8])]
+    return Drawing(_BARS + width, 42 + height, f"{title}. Largest for {'; '.join(strongest)}.", tuple(shapes))
+
+
+def _shortened(name: str, letters: int) -> str:
+    return name if len(name) <= letters else "…" + name[1 - letters :]
 
 
 def _front(rows: Sequence[Row], cost: str, title: str) -> Drawing:

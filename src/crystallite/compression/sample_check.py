@@ -1,0 +1,82 @@
+"""Whether there is enough calibration data for every layer, before anything is fitted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from crystallite.compression.experts import expert_of
+from crystallite.compression.session import Session
+from crystallite.core.errors import InvalidOption
+from crystallite.data.batch import Batch
+from crystallite.data.positions import count_positions, real_positions
+from crystallite.operators.conv import Convolution
+from crystallite.statistics.layer_io import matrix_of
+from crystallite.statistics.watching import LayerCall, watching
+
+__all__ = ["check_positions"]
+
+
+def check_positions(session: Session, example: Batch, blocks: int = 1) -> None:
+    """Refuse data of which fewer positions reach a layer than it, or a block of it, has inputs.
+
+    One run on the example says what a layer reads: a row for each sample, for each token, or a fixed number. Layers of
+    which it does not say so (experts, sequences of several lengths without a mask) are looked at when they are fitted.
+    """
+    routed = session.plan.routed
+    names = [name for name in session.units if name not in routed and not expert_of(name, session.dense)]
+    with watching(session.dense, names) as calls:
+        example.run(session.dense)
+    short: dict[str, tuple[int, int]] = {}  # layer → positions that it needs, and those that there are
+    for name in names:
+        outputs, inputs = matrix_of(session.units[name].module).shape
+        rows = [_rows(session, name, call, example) for call in calls[name]]
+        if rows and None not in rows and min(outputs, inputs) >= blocks:
+            needed, there = -(-inputs // blocks), sum(row for row in rows if row is not None)
+            if there < needed:
+                short[name] = needed, there
+    if short:
+        raise InvalidOption(_message(short))
+
+
+def _rows(session: Session, name: str, call: LayerCall, example: Batch) -> int | None:
+    """How many rows of the data a layer that is called so will be fitted on, at most; None: the call does not say."""
+    read, written = call.inputs[0] if call.inputs else None, call.returned
+    if not isinstance(read, Tensor) or not isinstance(written, Tensor):
+        return None
+    module, fitted = session.units[name].module, session.data.fitted
+    if isinstance(module, Convolution):
+        leading = torch.Size([written.numel() // module.out_channels])
+    else:
+        leading = read.shape[:-1]
+    samples, tokens = sum(batch.size for batch in fitted), sum(map(count_positions, fitted))
+    if isinstance(real_positions(example, leading), Tensor):
+        return tokens
+    count, found = math.prod(leading), []
+    if count == count_positions(example):
+        found.append(tokens)
+    if count == example.size:
+        found.append(samples)
+    if count % example.size == 0 and len({_sizes(batch) for batch in fitted}) == 1:
+        found.append(count // example.size * samples)
+    return max(found, default=None)
+
+
+def _sizes(batch: Batch) -> tuple[torch.Size, ...]:
+    """Of a sample."""
+    return tuple(value.shape[1:] for value in batch.values if isinstance(value, Tensor))
+
+
+def _message(short: Mapping[str, tuple[int, int]]) -> str:
+    name = max(short, key=lambda each: short[each][0] / max(short[each][1], 1))
+    needed, there = short[name]
+    times = math.ceil(needed / max(there, 1))
+    others = f" (and {len(short) - 1} more so)" if len(short) > 1 else ""
+    return (
+        f"{name}: expected at least {needed} positions of calibration data, as it reads {needed} inputs, got {there}"
+        f"{others} in the part that is fitted on; pass at least {times} times as much data, "
+        "or name the layer in ignore="
+    )
