@@ -13,7 +13,7 @@ import torch
 import crystallite as cx
 from crystallite.compression.decoders import run
 from crystallite.compression.decoders.layer_parts import find_parts
-from crystallite.compression.decoders.sensitivity import back_through
+from crystallite.compression.decoders.sensitivity import probe_of
 from crystallite.compression.decoders.share_out import SizeCurve, share_out
 from crystallite.compression.decoders.stack import find_stack
 from crystallite.compression.pruning import eliminate, elimination_order
@@ -164,7 +164,9 @@ cx.compress_folder(sys.argv[1], [{"input_ids": p} for p in x.split(12)], sys.arg
 """
 
 
-@pytest.mark.parametrize("mark", ["state/probe-1.safetensors", "0.8/layer-00001.json"])
+@pytest.mark.parametrize(
+    "mark", ["state/probe-1.safetensors", "0.8/layer-00001.json", "state/wrote-0-self_attn.o_proj.safetensors"]
+)
 def test_a_killed_run_goes_on_to_the_same_files(mark, tmp_path):
     model_of("Llama").save_pretrained(tmp_path / "dense")
     command = [sys.executable, "-c", RUN, str(tmp_path / "dense")]
@@ -197,7 +199,7 @@ def test_several_budgets_give_what_each_alone_does(form, tmp_path, monkeypatch):
     model, budgets, probed = model_of("Llama"), [0.85, 0.7], []
     model.save_pretrained(tmp_path / "dense")
     alone = [cx.compress(model, batches(), budget=budget, form=form) for budget in budgets]
-    monkeypatch.setattr(run, "back_through", lambda *given: probed.append(0) or back_through(*given))
+    monkeypatch.setattr(run, "probe_of", lambda *given: probed.append(0) or probe_of(*given))
     together = cx.compress(model, batches(), budget=budgets, form=form)
     assert len(probed) == len(model.model.layers)
     for one, other in zip(alone, together, strict=True):

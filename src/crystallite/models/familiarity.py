@@ -147,6 +147,11 @@ class Readings:
             self.count + len(rows), self.total + rows.sum(0), self.squares + rows.T @ rows,
         )  # fmt: skip
 
+    def join(self, other: Readings) -> None:
+        """Take in what others saw of other samples."""
+        self.count, self.total = self.count + other.count, self.total + other.total
+        self.squares, self.held = self.squares + other.squares, self.held + other.held
+
     @property
     def familiar(self) -> Familiar:
         return _familiar(self.layer, self.count, self.total, self.squares)

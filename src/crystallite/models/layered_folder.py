@@ -19,13 +19,17 @@ from torch import Tensor, nn
 
 from crystallite.core.errors import CheckpointError, InvalidOption
 from crystallite.core.files import new_folder
-from crystallite.models.description import describe_parts
+from crystallite.models.description import build_once, check_indices, describe_parts
 from crystallite.models.manifest import CONFIG, METHOD, VERSION, weights_sha256, write_manifest
 from crystallite.models.record import Record, set_record_
+from crystallite.models.swap import put_
 from crystallite.models.transformers_folder import copy_files, put_described_, say_size_, write_config_file
 from crystallite.weights.checkpoint import Checkpoint, open_checkpoint
 
-__all__ = ["LayeredFolder", "describe_layer", "is_transformers_folder", "list_of_layers", "named", "write_layered"]
+__all__ = [
+    "LayeredFolder", "describe_layer", "is_transformers_folder", "list_of_layers", "named", "read_described",
+    "write_layered",
+]  # fmt: skip
 
 
 def list_of_layers(model: nn.Module) -> str:
@@ -141,6 +145,20 @@ def describe_layer(dense: nn.Module, layer: nn.Module) -> dict[str, Any]:
     """What stands in the place of the dense layer's modules, where that is something else."""
     before = describe_parts(dense)
     return {name: found for name, found in describe_parts(layer).items() if before.get(name) != found}
+
+
+def read_described(layer: nn.Module, modules: Mapping[str, Any], file: Path, prefix: str) -> nn.Module:
+    """A layer that became something else, from what `describe_layer` said and a file with its weights; in place.
+
+    layer: a dense one, whose numbers are not needed.
+    """
+    made = dict[nn.Module, tuple[Any, nn.Module]]()
+    for name, description in modules.items():
+        put_(layer, name, build_once(description, f"{file}: {name}", layer.get_submodule(name), made))
+    with open_checkpoint(file) as stored:
+        layer.load_state_dict({n: _tensor(stored, prefix + n) for n in layer.state_dict()}, assign=True)
+    check_indices(layer, file)
+    return layer.requires_grad_(False).eval()
 
 
 def write_layered(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,6 +65,32 @@ class Moments:
         step = max(-(-inputs // _PARTS), _LEAST)
         for start in range(0, inputs, step):  # above the diagonal only: below it is the same
             self.xx[start : start + step, start:] += x[:, start : start + step].T @ x[:, start:]
+
+    @classmethod
+    def total(cls, parts: Sequence[Moments]) -> Moments:
+        """Of all rows together; the origin is that of the first."""
+        parts = [part for part in parts if part.samples] or parts[:1]
+        found = cls(parts[0].name, around=parts[0])
+        if len(parts) == 1 or found.origin is None:
+            return parts[0]
+        x, t = (value.double() for value in found.origin)
+        for part in parts:
+            assert part.origin is not None
+            moved = [here.double() - there for here, there in zip(part.origin, (x, t), strict=True)]
+            xx, xt, tt = part.around(x, t)
+            sums = (xx, xt, tt, part.x + part.samples * moved[0], part.t + part.samples * moved[1])
+            if not found.samples:
+                found.xx, found.xt, found.tt, found.x, found.t = sums
+            else:
+                for value, more in zip((found.xx, found.xt, found.tt, found.x, found.t), sums, strict=True):
+                    value += more
+            found.samples += part.samples
+        return found
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without rows: what is sent to another process is small."""
+        self._sum()
+        return vars(self)
 
     def _check_finite(self, *sums: Tensor) -> None:
         if not all(bool(total.isfinite().all()) for total in sums):

@@ -30,6 +30,9 @@ class _Memory:
     def read(self, number: int) -> nn.Module:
         return self.stack.layers[number]
 
+    def smaller(self, result: int, number: int) -> nn.Module:
+        return self.results[result][number]
+
     def write(self, result: int, number: int, layer: nn.Module, fitted: FittedLayer) -> None:
         self.results[result][number], self.done[result, number] = layer, fitted
 

@@ -6,10 +6,10 @@ Inputs come from the layers that are smaller already. So each makes good, as far
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ from crystallite.statistics.layer_io import matrix_of, set_layer_
 from crystallite.statistics.moments import Moments
 from crystallite.statistics.regression import Regression
 
-__all__ = ["Chunk", "FittedLayer", "Streams", "fit_layer_", "goals_of"]
+__all__ = ["Chunk", "FitData", "FittedLayer", "Streams", "add_", "ends_of", "fit_layer_", "goals_of", "moments_of"]
 
 
 _RIDGES = (1.0, 10.0, 100.0)  # times the one asked for
@@ -58,22 +58,33 @@ class Streams:
 
     load: Callable[[int], Chunk]  # of the model whose earlier layers are smaller
     goal: Callable[[int, str], Tensor]  # of a chunk, behind a reader: see `goals_of`
-    count: int
+    numbers: Sequence[int]  # of the chunks
     work: Workspace
 
     def chunks(self) -> Iterator[tuple[int, Chunk]]:
-        yield from ((number, self.load(number)) for number in range(self.count))
+        yield from ((number, self.load(number)) for number in self.numbers)
+
+
+class FitData(Protocol):
+    """The data that a layer is fitted to: in this process, or spread over others."""
+
+    def moments(self, layer: nn.Module, reader: str, watch: bool) -> tuple[Moments, Moments]:
+        """See `moments_of`; watch: what is read there shall be known afterwards."""
+        ...
+
+    def add(self, layer: nn.Module, reader: str, weight: Tensor | None) -> None:
+        """See `add_`."""
+        ...
 
 
 @torch.no_grad()
 def fit_layer_(
-    stack: Stack, layer: nn.Module, parts: LayerParts, probe: LayerProbe, sizes: Mapping[str, int], streams: Streams,
-    ridge: float, readings: Readings | None = None,
-) -> tuple[FittedLayer, Iterator[Tensor]]:  # fmt: skip
-    """Make a copy of a dense layer smaller, in place; what it is now, and the stream behind it, chunk by chunk.
+    layer: nn.Module, parts: LayerParts, probe: LayerProbe, sizes: Mapping[str, int], data: FitData, ridge: float
+) -> FittedLayer:
+    """Make a copy of a dense layer smaller, in place; what it is now.
 
-    sizes: how many neurons are left of each part. readings: takes in what the last reader reads. Cost: for each reader
-    a run of the smaller layer up to it. Memory: that of one chunk, and moments of one reader.
+    sizes: how many neurons are left of each part. Cost: for each reader a run of the smaller layer up to it. Memory:
+    that of one chunk, and moments of one reader.
     """
     rows: dict[str, Tensor] = {}
     columns: dict[str, Tensor] = {}
@@ -93,7 +104,7 @@ def fit_layer_(
     for name in parts.readers:
         module, read = layer.get_submodule(name), parts.read_by(name)
         final = name == parts.readers[-1] and not (read is not None and read[1].embedded)  # what it reads stays so
-        moments, held = _moments(stack, layer, parts, name, streams, readings if final else None)
+        moments, held = data.moments(layer, name, final)
         fitted = _solved(moments, held, own_weight(module), ridge)
         weight = judged = fitted.weight
         if read is not None and read[1].embedded and sizes.get(read[0], read[1].size) < read[1].size:
@@ -104,17 +115,21 @@ def fit_layer_(
         set_layer_(module, weight[:, :inputs], weight[:, inputs:].flatten())
         if parts.adds:
             moved = judged is not weight  # what it reads is turned from here on, what was read is not
-            _add_(stack, module, parts, name, streams, judged[:, :inputs] if moved else None)
-    done = FittedLayer(left | _shrink_(layer, rows, columns, embedded), errors)
-    return done, _ends(stack, layer, parts, streams)
+            data.add(layer, name, judged[:, :inputs] if moved else None)
+    return FittedLayer(left | _shrink_(layer, rows, columns, embedded), errors)
 
 
-def _moments(
+def moments_of(
     stack: Stack, layer: nn.Module, parts: LayerParts, name: str, streams: Streams, readings: Readings | None
 ) -> tuple[Moments, Moments]:
-    """Of what a reader reads and shall write, on the data to fit on and to judge by; what it reads is kept."""
+    """Of what a reader reads and shall write, on the data to fit on and to judge by; what it reads is kept.
+
+    readings: takes in what it reads.
+    """
     module, work, both = layer.get_submodule(name), streams.work, (Moments(name), Moments(name))
     for number, chunk in streams.chunks():
+        if name == parts.readers[0]:
+            _forget(parts, number, work)  # what a run that was killed here has left
         x = _read_by(stack, layer, name, chunk, _known(parts, number, work))
         if readings is not None:
             samples, positions = chunk.hidden.shape[:2]
@@ -123,8 +138,7 @@ def _moments(
         goal = streams.goal(number, name).float()
         if parts.adds:
             work.put(f"read-{number}", {"read": x})
-            now = work.get(f"small-{number}")["small"] if name != parts.readers[0] else chunk.hidden
-            target = goal - now
+            target = goal - _before(stack, layer, parts, name, number, chunk, work)
         else:
             target = goal
         goal, target, rows = (value.flatten(0, -2)[chunk.real] for value in (goal, target, x))
@@ -143,15 +157,29 @@ def _known(parts: LayerParts, number: int, work: Workspace) -> dict[str, Any]:
     return found
 
 
-def _add_(
-    stack: Stack, module: nn.Module, parts: LayerParts, name: str, streams: Streams, weight: Tensor | None
-) -> None:
+def _before(
+    stack: Stack, layer: nn.Module, parts: LayerParts, name: str, number: int, chunk: Chunk, work: Workspace
+) -> Tensor:
+    """The stream of a chunk before a reader adds to it, as it is known, or else as the layer makes it now."""
+    place = parts.readers.index(name)
+    if not place:
+        return chunk.hidden
+    if work.has(f"small-{number}"):
+        return work.get(f"small-{number}")["small"]
+    with watching(layer, parts.readers) as seen:
+        stack.run(layer, chunk.hidden, chunk.call)
+    written = (seen.outputs[reader].reshape(chunk.hidden.shape) for reader in parts.readers[:place])
+    return sum(written, chunk.hidden)
+
+
+def add_(stack: Stack, layer: nn.Module, parts: LayerParts, name: str, streams: Streams, weight: Tensor | None) -> None:
     """Add what a reader writes now to the stream; weight: for what it read, where that is not its own."""
-    work, last = streams.work, name == parts.readers[-1]
+    module, work, last = layer.get_submodule(name), streams.work, name == parts.readers[-1]
     for number, chunk in streams.chunks():
-        x = work.get(f"read-{number}")["read"]
-        small = work.get(f"small-{number}")["small"] if name != parts.readers[0] else chunk.hidden
-        if weight is None:
+        small = _before(stack, layer, parts, name, number, chunk, work)
+        known = work.has(f"read-{number}")  # else whoever read it is lost: its own weight is for what it reads now
+        x = work.get(f"read-{number}")["read"] if known else _read_by(stack, layer, name, chunk, {})
+        if weight is None or not known:
             wrote = stack.run(module, x, ((), {}))
         else:
             bias = module._parameters.get("bias")
@@ -171,15 +199,20 @@ def _solved(moments: Moments, held: Moments, own: Tensor, ridge: float) -> Regre
     return best
 
 
-def _ends(stack: Stack, layer: nn.Module, parts: LayerParts, streams: Streams) -> Iterator[Tensor]:
+def ends_of(stack: Stack, layer: nn.Module, parts: LayerParts, streams: Streams) -> Iterator[tuple[int, Tensor]]:
     """The stream behind the layer; what is known of it inside the layer is dropped."""
     for number, chunk in streams.chunks():
-        if parts.adds:
-            yield streams.work.get(f"small-{number}")["small"]
-            for name in (f"small-{number}", *(f"wrote-{number}-{reader}" for reader in parts.around)):
-                streams.work.drop(name)
+        if parts.adds and streams.work.has(f"small-{number}"):
+            yield number, streams.work.get(f"small-{number}")["small"]
+            _forget(parts, number, streams.work)
         else:
-            yield stack.run(layer, chunk.hidden, chunk.call)
+            yield number, stack.run(layer, chunk.hidden, chunk.call)
+
+
+def _forget(parts: LayerParts, number: int, work: Workspace) -> None:
+    """Drop what is known of a chunk inside a layer."""
+    for name in (f"read-{number}", f"small-{number}", *(f"wrote-{number}-{reader}" for reader in parts.around)):
+        work.drop(name)
 
 
 def goals_of(stack: Stack, dense: nn.Module, parts: LayerParts, chunk: Chunk) -> tuple[Tensor, dict[str, Tensor]]:

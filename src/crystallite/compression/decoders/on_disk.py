@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import os
@@ -24,7 +25,7 @@ from crystallite.core.errors import InvalidOption
 from crystallite.core.files import new_folder, write_file, writing
 from crystallite.core.suggest import check_choice, suggest_keywords
 from crystallite.data.calibration import Calibration
-from crystallite.models.layered_folder import LayeredFolder, describe_layer, named, write_layered
+from crystallite.models.layered_folder import LayeredFolder, describe_layer, named, read_described, write_layered
 from crystallite.models.record import Record
 from crystallite.models.summary import Summary
 
@@ -46,6 +47,11 @@ class _Disk:
 
     def read(self, number: int) -> nn.Module:
         return self.source.layer(number)
+
+    def smaller(self, result: int, number: int) -> nn.Module:
+        layers: Any = self.source.model.get_submodule(self.source.name)
+        modules, prefix = self.description(result, number)["modules"], f"{self.source.name}.{number}."
+        return read_described(copy.deepcopy(layers[number]), modules, self.shard(result, number), prefix)
 
     def shard(self, result: int, number: int) -> Path:
         return self.results[result] / f"layer-{number:05}.safetensors"

@@ -5,65 +5,42 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from crystallite.compression.decoders.layer_fit import Chunk, FittedLayer, Streams, fit_layer_, goals_of
+from crystallite.compression.decoders.layer_fit import FittedLayer, fit_layer_
 from crystallite.compression.decoders.layer_parts import LayerParts, find_parts
 from crystallite.compression.decoders.sensitivity import (
     LayerProbe,
-    back_through,
-    gradients_at_end,
+    ProbeSums,
     least_weights_of,
+    probe_of,
     weights_of,
 )
 from crystallite.compression.decoders.share_out import SizeCurve, share_out
-from crystallite.compression.decoders.stack import Call, Calls, Stack
+from crystallite.compression.decoders.shares import Chunks, Layers, OneShare, Share, Shares, positions_of
+from crystallite.compression.decoders.stack import Stack
 from crystallite.compression.decoders.workspace import Workspace
 from crystallite.compression.whole_cost import NOT_ASKED
 from crystallite.core.errors import InvalidOption
 from crystallite.core.suggest import matching
 from crystallite.data.batch import Batch
 from crystallite.data.calibration import Calibration
-from crystallite.data.outputs import judged
-from crystallite.data.positions import real_positions
 from crystallite.models.familiarity import Readings, chosen_of, known_of
 from crystallite.models.layers import Unit, change, find_units
 from crystallite.models.record import CompressedOptions, Familiar, LayerChange, OperatorRecord, Record
-from crystallite.statistics.output_error import relative_error
+from crystallite.statistics.moments import Moments
 
-__all__ = ["CHUNK", "DecoderFit", "DecoderOptions", "Layers", "OutOfReach", "as_tokens", "fit_decoder"]
+__all__ = ["CHUNK", "DecoderFit", "DecoderOptions", "OutOfReach", "as_tokens", "fit_decoder"]
 
 CHUNK = 2048  # positions that are run at once
-_PROBED = 8192  # positions from which sizes are chosen
-_HEAD = 64  # positions at once, where logits of both models are compared
-_JUDGED = 2048  # positions held out at which they are
 
 
 class OutOfReach(InvalidOption):
     """A budget that needs more than fewer neurons and numbers of heads; nothing has been done yet."""
-
-
-class Layers(Protocol):
-    """Where the weights of a decoder's layers come from, and where those of the smaller ones go.
-
-    result: which of the smaller models, one for each budget.
-    """
-
-    def read(self, number: int) -> nn.Module:
-        """A dense layer; it may be changed only if it is a copy."""
-        ...
-
-    def write(self, result: int, number: int, layer: nn.Module, fitted: FittedLayer) -> None:
-        """Take a layer that has become smaller."""
-        ...
-
-    def written(self, result: int, number: int) -> FittedLayer | None:
-        """What was made of a layer before the run was interrupted, if so."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -88,12 +65,10 @@ class DecoderFit:
 
     stack: Stack
     layers: Layers
-    batches: tuple[Batch, ...]  # in chunks, those held out at the end
-    calls: Calls  # of these
-    held_out: int  # of these
+    shares: Shares
+    example: Batch
     form: str
     ridge: float
-    seed: int
     work: Workspace
     kept: Mapping[int, Sequence[str]] = field(default_factory=dict)  # by layer: what must stay as it is
     progress: bool = False
@@ -108,21 +83,13 @@ class DecoderFit:
         """Of all kinds of layers seen so far."""
         return list(self._parts.values())
 
-    def begin(self, number: int) -> Tensor:
-        """What the first layer reads of a chunk."""
-        return self.stack.begin(self.batches[number])[0]
-
-    def call(self, number: int, layer: int) -> Call:
-        """What a layer is called with beside hidden states of a chunk."""
-        return self.calls.of(number, layer)
-
     def parts(self, number: int) -> LayerParts:
         """What may go from a layer; found once for all layers of one shape."""
         keep, layer = tuple(self.kept.get(number, ())), self.stack.layers[number]
         shapes = tuple((name, tuple(p.shape)) for name, p in layer.named_parameters())
         key = (type(layer), shapes, keep)
         if key not in self._parts:
-            self._parts[key] = find_parts(self.stack, self.layers.read(number), self.batches[0], self.form, keep)
+            self._parts[key] = find_parts(self.stack, self.layers.read(number), self.example, self.form, keep)
         return self._parts[key]
 
     def check(self, total: float, limits: Mapping[float, float]) -> None:
@@ -141,49 +108,21 @@ class DecoderFit:
     @torch.no_grad()
     def probe(self) -> list[LayerProbe]:
         """What each size of each part costs, by a sample of the data; see `sensitivity.py`."""
-        work, chunks = self.work, self._probed()
+        work, numbers = self.work, range(self.count)
+        parts = [self.parts(number) for number in numbers]
         with tqdm(total=2 * self.count, desc="probing", disable=not self.progress) as bar:
-            hidden = {n: self.begin(n) for n in chunks}
-            for number in range(self.count):
+            known = next((n for n in numbers if work.has(f"probe-{n}")), self.count)
+            bar.update(2 * (self.count - known))
+            for number in range(known):
+                self.shares.each(Share.advance, number)
                 bar.update()
-                if work.has(f"probe-{number}") or work.has(f"states-{number}"):
-                    continue
-                if number:
-                    hidden = {int(k): v for k, v in work.get(f"states-{number - 1}").items()}
-                    layer = self.layers.read(number - 1)
-                    hidden = {n: self.stack.run(layer, h, self.call(n, number - 1)) for n, h in hidden.items()}
-                work.put(f"states-{number}", {str(n): h for n, h in hidden.items()})
-            known = next((n for n in range(self.count) if work.has(f"probe-{n}")), self.count)
-            if known == self.count and not work.has(f"gradients-{known - 1}"):
-                layer = self.layers.read(self.count - 1)
-                before = work.get(f"states-{self.count - 1}")
-                ends = {n: self.stack.run(layer, before[str(n)], self.call(n, self.count - 1)) for n in chunks}
-                after = {str(n): self._gradients(n, h) for n, h in ends.items()}
-                work.put(f"gradients-{known - 1}", after)
             for number in range(known - 1, -1, -1):
-                layer = self.layers.read(number)
-                states, above = work.get(f"states-{number}"), work.get(f"gradients-{number}")
-                given = [(states[str(n)], self.call(n, number), above[str(n)]) for n in chunks]
-                found, below = back_through(self.stack, layer, self.parts(number), given)
-                work.put(f"gradients-{number - 1}", {str(n): g for n, g in zip(chunks, below, strict=True)})
+                sums = ProbeSums.total(self.shares.each(Share.probe, number, parts))
+                found = probe_of(self.layers.read(number), parts[number], sums)
                 work.put(f"probe-{number}", found.to_tensors())  # from here on, nothing above is needed
-                work.drop(f"gradients-{number}")
-                work.drop(f"states-{number}")
+                self.shares.each(Share.forget_probe, number)
                 bar.update()
-        return [LayerProbe.from_tensors(work.get(f"probe-{n}")) for n in range(self.count)]
-
-    def _gradients(self, number: int, hidden: Tensor) -> Tensor:
-        """At what the last layer writes of a chunk; nothing where there is padding, and so nowhere before it."""
-        found = gradients_at_end(self.stack, hidden, self.seed + number)
-        padding = torch.ones(found.shape[:2], dtype=torch.bool).flatten()
-        padding[self._real(number)] = False
-        return found.masked_fill(padding.view(found.shape[:2]).to(found.device)[..., None], 0)
-
-    def _probed(self) -> list[int]:
-        """Chunks of which gradients are taken: as many as are needed, spread over the data."""
-        sizes = [_positions(batch) for batch in self.batches]
-        wanted = max(1, min(len(sizes), round(_PROBED / max(sum(sizes) / len(sizes), 1))))
-        return sorted({int(i * len(sizes) / wanted) for i in range(wanted)})
+        return [LayerProbe.from_tensors(work.get(f"probe-{n}")) for n in numbers]
 
     def plan(self, probes: Sequence[LayerProbe], total: float, limit: float) -> Sizes:
         """Sizes that add least damage and leave at most `limit` of what all costs."""
@@ -211,7 +150,7 @@ class DecoderFit:
 
         Afterwards `output_errors` compares the streams.
         """
-        work, results = self.work, range(len(plans))
+        work, results, watched = self.work, range(len(plans)), chosen_of(self.count)
         done: list[dict[int, FittedLayer]] = [{} for _ in plans]
         with tqdm(total=self.count * len(plans), desc="fitting", disable=not self.progress) as bar:
             for number in range(self.count):
@@ -224,24 +163,19 @@ class DecoderFit:
                     continue
                 dense = self.layers.read(number)
                 parts = self.parts(number)
-                self._run_dense(dense, parts, number)
+                self.shares.each(Share.run_dense, number, parts)
                 for result in missing:
-                    layer = copy.deepcopy(dense)
-                    streams, readings = self._streams(parts, number, result), Readings("")
-                    fitted, ends = fit_layer_(
-                        self.stack, layer, parts, probes[number], plans[result][number], streams, self.ridge,
-                        readings if number in chosen_of(self.count) else None,
-                    )  # fmt: skip
-                    for n, end in enumerate(ends):
-                        work.put(f"small-{result}-{number + 1}-{n}", {"hidden": end})
+                    layer, readings = copy.deepcopy(dense), Readings("")
+                    data = _LayerData(self.shares, result, number, parts, readings if number in watched else None)
+                    fitted = fit_layer_(layer, parts, probes[number], plans[result][number], data, self.ridge)
+                    self.shares.each(Share.finish, result, number, layer, parts)
                     if readings.count:
                         work.put(f"inputs-{result}-{number}", readings.to_tensors())
                     self.layers.write(result, number, layer, fitted)  # from here on, nothing before is needed
-                    self._drop(*(f"small-{result}-{number}-{n}" for n in range(len(self.batches))))
+                    self.shares.each(Share.forget_small, result, number)
                     done[result][number] = fitted
                     bar.update()
-                for n in range(len(self.batches)):
-                    self._drop(f"dense-{number}-{n}", *(f"goal-{n}-{name}" for name in parts.readers))
+                self.shares.each(Share.forget_dense, number, parts)
         return done
 
     def inputs(self, result: int) -> tuple[Familiar, ...]:
@@ -253,67 +187,40 @@ class DecoderFit:
                 found.append(Readings.from_tensors(name, self.work.get(f"inputs-{result}-{number}")))
         return known_of(found)
 
-    def _run_dense(self, dense: nn.Module, parts: LayerParts, number: int) -> None:
-        """Keep what the dense stream is behind a layer, and behind what adds to it there."""
-        for n in range(len(self.batches)):
-            if number == 0:
-                self.work.put(f"dense-0-{n}", {"hidden": self.begin(n)})
-            chunk = self._chunk(n, self.work.get(f"dense-{number}-{n}")["hidden"], self.call(n, number))
-            end, goals = goals_of(self.stack, dense, parts, chunk)
-            self.work.put(f"dense-{number + 1}-{n}", {"hidden": end})
-            for name, goal in goals.items():
-                self.work.put(f"goal-{n}-{name}", {"hidden": goal})
-
-    def _streams(self, parts: LayerParts, number: int, result: int) -> Streams:
-        """What one of the smaller models has where a layer begins, and the dense one behind its readers."""
-
-        def load(n: int) -> Chunk:
-            name = f"small-{result}-{number}-{n}" if number else f"dense-0-{n}"
-            return self._chunk(n, self.work.get(name)["hidden"], self.call(n, number))
-
-        def goal(n: int, name: str) -> Tensor:
-            last = parts.adds and name == parts.readers[-1]
-            return self.work.get(f"dense-{number + 1}-{n}" if last else f"goal-{n}-{name}")["hidden"]
-
-        return Streams(load, goal, len(self.batches), self.work)
-
-    def _chunk(self, number: int, hidden: Tensor, call: Call) -> Chunk:
-        held_out = number >= len(self.batches) - self.held_out
-        return Chunk(hidden, call, self._real(number), held_out)
-
-    def _drop(self, *names: str) -> None:
-        for name in names:
-            self.work.drop(name)
-
-    def _real(self, number: int) -> Tensor | slice:
-        """Of the positions of a chunk in one row, those that are no padding."""
-        batch = self.batches[number]
-        return real_positions(batch, batch.named["input_ids"].shape)
-
     @torch.no_grad()
     def output_errors(self, results: int) -> list[float]:
         """Of the probabilities, on held-out data: see `output_error` of models; all streams are at their ends."""
-        errors: list[list[float]] = [[] for _ in range(results)]
-        positions = sum(_positions(batch) for batch in self.batches[-self.held_out :])
-        every = max(1, positions // _JUDGED)
-        for number in range(len(self.batches) - self.held_out, len(self.batches)):
-            names = [f"dense-{self.count}-{number}", *(f"small-{r}-{self.count}-{number}" for r in range(results))]
-            ends = [self.work.get(name)["hidden"].flatten(0, 1)[self._real(number)][::every] for name in names]
-            for start in range(0, len(ends[0]), _HEAD):
-                logits = (self.stack.end(end[start : start + _HEAD, None])[:, 0] for end in ends)
-                expected, *found = (next(iter(judged({"logits": rows}).values())) for rows in logits)
-                for some, each in zip(errors, found, strict=True):
-                    some.append(float(relative_error(each, expected, Batch(0, 1))))
+        found = {n: each for some in self.shares.each(Share.output_errors, results) for n, each in some.items()}
+        errors = [[error for n in sorted(found) for error in found[n][result]] for result in range(results)]
         return [sum(some) / len(some) for some in errors]
 
 
-def _positions(batch: Batch) -> int:
-    return int(batch.named["input_ids"].numel())
+@dataclass(frozen=True)
+class _LayerData:
+    """What a layer of one of the smaller models is fitted to; see `FitData`."""
+
+    shares: Shares
+    result: int
+    number: int
+    parts: LayerParts
+    readings: Readings | None
+
+    def moments(self, layer: nn.Module, reader: str, watch: bool) -> tuple[Moments, Moments]:
+        watch = watch and self.readings is not None
+        found = self.shares.each(Share.moments, self.result, self.number, layer, self.parts, reader, watch)
+        if self.readings is not None:
+            for _, _, read in found:
+                self.readings.join(read)
+        fitted, held_out, _ = zip(*found, strict=True)
+        return Moments.total(fitted), Moments.total(held_out)
+
+    def add(self, layer: nn.Module, reader: str, weight: Tensor | None) -> None:
+        self.shares.each(Share.add, self.result, self.number, layer, self.parts, reader, weight)
 
 
 def in_chunks(batches: Sequence[Batch]) -> tuple[Batch, ...]:
     """Batches of so many positions that a run is quick and small."""
-    return tuple(part for b in batches for part in b.split(max(1, CHUNK // max(1, _positions(b) // b.size))))
+    return tuple(part for b in batches for part in b.split(max(1, CHUNK // max(1, positions_of(b) // b.size))))
 
 
 def as_tokens(batch: Batch) -> Batch:
@@ -348,11 +255,12 @@ def changes_of(
 
 @torch.no_grad()
 def fit_decoder(
-    stack: Stack, layers: Layers, data: Calibration, options: DecoderOptions, work: Workspace, progress: bool
-) -> list[tuple[Record, list[tuple[int, int]]]]:
+    stack: Stack, layers: Layers, data: Calibration, options: DecoderOptions, work: Workspace, progress: bool,
+    spread: Callable[[Stack, Chunks], Shares] | None = None,
+) -> list[tuple[Record, list[tuple[int, int]]]]:  # fmt: skip
     """Probe once, then allot and fit for each budget; what became of every layer, and sizes that all layers share.
 
-    The sizes are those before and after.
+    The sizes are those before and after. spread: who keeps the calibration data; left out, this process does.
     """
     fitted, held_out = (in_chunks([as_tokens(b) for b in some]) for some in (data.fitted, data.held_out))
     units = find_units(stack.model, ["*"], [])
@@ -361,11 +269,9 @@ def fit_decoder(
         n: [name for name, _ in layer.named_modules() if name and f"{stack.layer_name(n)}.{name}" not in asked]
         for n, layer in enumerate(stack.layers)
     }
-    quick, chunks = stack.quick(), (*fitted, *held_out)
-    fit = DecoderFit(
-        quick, layers, chunks, Calls(quick, chunks), len(held_out), options.form, options.ridge, options.seed, work,
-        kept, progress,
-    )  # fmt: skip
+    quick, chunks = stack.quick(), Chunks.of(fitted, held_out, options.seed)
+    shares = OneShare(Share(quick, layers, chunks, work)) if spread is None else spread(quick, chunks)
+    fit = DecoderFit(quick, layers, shares, fitted[0], options.form, options.ridge, work, kept, progress)
     if options.objective == "parameters":
         total = sum(p.numel() for p in stack.model.parameters())
     else:

@@ -7,7 +7,8 @@ metric, so that an error δ of the stream changes what is decided by E(g·δ)²/
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,11 +25,13 @@ from crystallite.statistics.regression import Regression
 
 __all__ = [
     "LayerProbe",
+    "ProbeSums",
     "back_through",
     "gradients_at_end",
     "inputs_of",
     "least_weights_of",
     "own_weight",
+    "probe_of",
     "rotated",
     "sizes_of",
     "weights_of",
@@ -78,20 +81,46 @@ def gradients_at_end(stack: Stack, hidden: Tensor, seed: int) -> Tensor:
     return found
 
 
+@dataclass
+class ProbeSums:
+    """Sums over positions from which a `LayerProbe` follows."""
+
+    positions: int = 0
+    squares: dict[str, Tensor] = field(default_factory=dict)  # reader → Σ ggᵀ of what it writes
+    moments: dict[str, Moments] = field(default_factory=dict)  # reader → of what it reads, times the length of g
+    weights: dict[str, float] = field(default_factory=dict)  # reader → Σ gᵀg
+    worth: dict[str, Tensor] = field(default_factory=dict)  # part of queries and keys → see `_moved`
+
+    @classmethod
+    def total(cls, parts: Sequence[ProbeSums]) -> ProbeSums:
+        """Of all positions together."""
+        if len(parts) == 1:
+            return parts[0]
+
+        def joined(side: str) -> dict[str, Any]:
+            every = [getattr(part, side) for part in parts]
+            return {name: [some[name] for some in every if name in some] for some in every for name in some}
+
+        sums = {side: {k: sum(v) for k, v in joined(side).items()} for side in ("squares", "weights", "worth")}
+        moments = {name: Moments.total(some) for name, some in joined("moments").items()}
+        return cls(sum(part.positions for part in parts), moments=moments, **sums)
+
+
 def back_through(
     stack: Stack, layer: nn.Module, parts: LayerParts, chunks: Sequence[tuple[Tensor, Call, Tensor]]
-) -> tuple[LayerProbe, list[Tensor]]:
-    """What the layer's parts cost, and the gradients with respect to what it reads.
+) -> tuple[ProbeSums, list[Tensor]]:
+    """What `probe_of` needs of some positions, and the gradients with respect to what the layer reads there.
 
     chunks: hidden states that the layer reads, what else it is called with, and the gradients at what it writes.
     """
     trained = [p for p in layer.parameters() if p.requires_grad]
     scores = {key: group for key, group in parts.groups.items() if not group.readers}
     asked = {key: group.compared[0].layer for key, group in scores.items()}
-    squares = dict[str, Tensor]()
-    moments = {name: Moments(name) for name in parts.readers if parts.read_by(name)}
-    weights, positions = dict.fromkeys(parts.readers, 0.0), 0
-    worth = {key: torch.zeros(group.size, dtype=torch.float64) for key, group in scores.items()}
+    sums = ProbeSums(
+        moments={name: Moments(name) for name in parts.readers if parts.read_by(name)},
+        weights=dict.fromkeys(parts.readers, 0.0),
+        worth={key: torch.zeros(group.size, dtype=torch.float64) for key, group in scores.items()},
+    )
     before = []
     for parameter in trained:
         parameter.requires_grad_(False)
@@ -101,30 +130,35 @@ def back_through(
             torch.autograd.backward(stack.run(layer, start, call), after)
         assert start.grad is not None
         before.append(start.grad)
-        positions += hidden.shape[0] * hidden.shape[1]
+        sums.positions += hidden.shape[0] * hidden.shape[1]
         for name in parts.readers:
             gradient = seen.outputs[name].grad
             assert gradient is not None
             g = gradient.flatten(0, -2).float()
-            squares[name] = (g.T @ g).double() + squares.get(name, 0.0)
-            if name in moments:
+            sums.squares[name] = (g.T @ g).double() + sums.squares.get(name, 0.0)
+            if name in sums.moments:
                 length = g.norm(dim=1, keepdim=True)  # a position counts as much as its errors matter
                 x = inputs_of(layer.get_submodule(name), seen.inputs[name].flatten(0, -2), length)
-                moments[name].add(x, x[:, :0])
-                weights[name] += float((length.double() ** 2).sum())
+                sums.moments[name].add(x, x[:, :0])
+                sums.weights[name] += float((length.double() ** 2).sum())
         for key, name in asked.items():
             q = seen.outputs[name]
             assert q.grad is not None
-            worth[key] += _moved(scores[key], (q.detach() * q.grad).flatten(0, -2).float())
+            sums.worth[key] += _moved(scores[key], (q.detach() * q.grad).flatten(0, -2).float())
     for parameter in trained:
         parameter.requires_grad_()
-    factors = {name: _root(total / positions) for name, total in squares.items()}
+    return sums, before
+
+
+def probe_of(layer: nn.Module, parts: LayerParts, sums: ProbeSums) -> LayerProbe:
+    """What the layer's parts cost."""
+    factors = {name: _root(total / sums.positions) for name, total in sums.squares.items()}
     costs, orders = {}, {}
-    for name, found in moments.items():
+    for name, found in sums.moments.items():
         read = parts.read_by(name)
         assert read is not None
         key, group = read
-        scale = weights[name]
+        scale = sums.weights[name]
         regression = _of_layer(layer.get_submodule(name), found, factors[name])
         if group.inside_heads:
             regression = rotated(regression, group)[0]
@@ -133,12 +167,13 @@ def back_through(
         costs[key] = _table((size, error / scale, size * each) for size, error in errors.items())
         if not group.inside_heads:
             orders[key] = order
-    for key, group in scores.items():
-        orders[key] = worth[key].argsort(descending=True, stable=True)
-        lost = (worth[key].sum() - worth[key][orders[key]].cumsum(0)) / positions
+    for key, worth in sums.worth.items():
+        group = parts.groups[key]
+        orders[key] = worth.argsort(descending=True, stable=True)
+        lost = (worth.sum() - worth[orders[key]].cumsum(0)) / sums.positions
         held = _weights_held(layer, group)[orders[key]].cumsum(0)  # positions turn some numbers in pairs, others not
         costs[key] = _table((n, max(float(lost[n - 1]), 0.0), float(held[n - 1])) for n in sizes_of(group))
-    return LayerProbe(factors, costs, orders), before
+    return LayerProbe(factors, costs, orders)
 
 
 def _table(rows: Iterable[tuple[int, float, float]]) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -111,7 +111,7 @@ class Calls:
     """What the layers of a stack are called with beside hidden states, chunk by chunk of the data: masks, tables of
     positions. Equal tensors are one; those of chunks beyond a limit of memory are made again when they are needed."""
 
-    def __init__(self, stack: Stack, chunks: Sequence[Batch]) -> None:
+    def __init__(self, stack: Stack, chunks: Mapping[int, Batch]) -> None:
         self._stack, self._chunks = stack, chunks
         self._kept: dict[int, list[Call]] = {}
         self._tensors: dict[int, Tensor] = {}  # by identity
