@@ -40,7 +40,12 @@ MAY_IMPORT = {
 }
 ADAPTED_IN = {
     "peft": {"separation/lora.py"},
-    "ray": {"analysis/ray_engine.py", "serving/ray_engine.py", "serving/ray_service.py"},
+    "ray": {
+        "compression/decoders/ray_engine.py",
+        "core/ray_cluster.py",
+        "serving/ray_engine.py",
+        "serving/ray_service.py",
+    },
     "onnx": {
         "export/int8.py",
         "export/weight_only.py",

@@ -105,7 +105,7 @@ class LastComesFirst:
 @pytest.fixture
 def backwards(monkeypatch):
     ray = LastComesFirst()
-    monkeypatch.setattr("crystallite.analysis.ray_engine._connected", lambda: nullcontext(ray))
+    monkeypatch.setattr("crystallite.analysis.ray_engine.connected", lambda: nullcontext(ray))
     threads = torch.get_num_threads()
     yield ray
     torch.set_num_threads(threads)  # the tasks ran in this process

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from crystallite.analysis.matrix import MatrixAnalysis, Options, analyze_layer
-from crystallite.core.errors import CrystalliteError, InvalidOption
+from crystallite.core.errors import CrystalliteError
+from crystallite.core.ray_cluster import connected
 from crystallite.weights.checkpoint import open_checkpoint
 from crystallite.weights.layers import recognise
 
@@ -22,13 +22,10 @@ _CPUS_PER_TASK = 1  # layers are plenty, and one that fills a CPU waits for no o
 def analyze_layers(source: str, names: list[str], options: Options) -> Iterator[MatrixAnalysis]:
     """The records of the named layers, as they are finished; of several that fail, the error of the first in order.
 
-    Uses the cluster this process is connected to, else the one that `RAY_ADDRESS` names or that runs on this machine,
-    else starts one on this machine for the time of the call. Ray listens on every network interface and runs what it
-    is sent: keep clusters on a private network, with token authentication.
-
-    Every node must see the same checkpoint under the same path; each task opens it and maps the one tensor it needs.
+    On the cluster of `core/ray_cluster.py`. Every node must see the same checkpoint under the same path; each task
+    opens it and maps the one tensor it needs.
     """
-    with _connected() as ray:
+    with connected() as ray:
         task = ray.remote(num_cpus=_CPUS_PER_TASK)(_analyze_named_layer)
         waiting = [task.remote(os.path.abspath(source), name, options) for name in names]
         position = {reference: i for i, reference in enumerate(waiting)}
@@ -64,21 +61,3 @@ def _analyze_named_layer(source: str, name: str, options: Options) -> MatrixAnal
 def _cancel(ray: Any, references: list[Any]) -> None:
     for reference in references:
         ray.cancel(reference)
-
-
-@contextmanager
-def _connected() -> Iterator[Any]:
-    """The `ray` module, connected; what was started here is stopped here."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    try:
-        import ray
-    except ImportError:
-        raise InvalidOption("engine=\"ray\" needs Ray: pip install 'crystallite[ray]'") from None
-    if ray.is_initialized():
-        yield ray
-        return
-    ray.init(include_dashboard=False, log_to_driver=False, configure_logging=False)
-    try:
-        yield ray
-    finally:
-        ray.shutdown()

@@ -51,8 +51,11 @@ COMPRESS = Command(
         Option("memory", "memory that a decoder may take, such as 3GB: layers are then read, fitted and written one by "
                "one", metavar="BYTES", own=True,
                excludes=("--blocks", "--tolerance", "--polish-steps", "--weights", "--original")),
+        Option("engine", "where a decoder's layers are run: in this process, or on a Ray cluster whose nodes share the "
+               "calibration data", own=True, default="local", choices=("local", "ray"),
+               excludes=("--blocks", "--tolerance", "--polish-steps", "--weights", "--original")),
         Option("own_text", "tokens that a decoder writes itself and is fitted to as well, to hold on other text",
-               int, 0, metavar="TOKENS", excludes=("--memory",)),
+               int, 0, metavar="TOKENS", excludes=("--memory", "--engine")),
         Option("joint", "use one partition through consecutive layers", takes="nothing", default=False,
                needs="--blocks"),
         Option("confidence", "confidence with which the tolerance must be shown", float, 0.95, needs="--tolerance"),
@@ -74,6 +77,7 @@ COMPRESS = Command(
   crystallite compress ./my-hf-model --budget 0.8 --calibration prose.txt --calibration code.txt --out small
   crystallite compress ./my-hf-model --budget 0.9 0.8 0.7 --calibration tokens.safetensors --out sizes
   crystallite compress ./my-decoder --budget 0.8 --form uniform --memory 3GB --calibration prose.txt --out small
+  crystallite compress ./my-decoder --budget 0.8 --engine ray --calibration prose.txt --out small
   crystallite compress my_package.models:build --tolerance 0.05 --calibration inputs.npz --out small
 
 {MODEL_NOTE}

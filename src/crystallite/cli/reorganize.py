@@ -11,11 +11,14 @@ from torch import nn
 
 from crystallite.cli.running import open_calibration, open_dense, print_result
 from crystallite.core.errors import InvalidOption
-from crystallite.models.layered_folder import is_transformers_folder
+from crystallite.models.gguf_source import is_gguf
+from crystallite.models.layered_folder import is_layered
 from crystallite.models.opening import write_model
 from crystallite.models.summary import Summary, summary
 
 __all__ = ["run", "run_compress"]
+
+_OF_FOLDERS = {"budget", "objective", "form", "ridge", "seed", "targets", "ignore"}  # what `compress_folder` takes
 
 
 def run(options: argparse.Namespace, given: dict[str, Any]) -> int:
@@ -36,7 +39,7 @@ def run_compress(options: argparse.Namespace, given: dict[str, Any]) -> int:
     if len(budgets) == 1:
         given = {**given, "budget": budgets[0]}
     places = [options.out / f"{budget:g}" for budget in budgets] if len(budgets) > 1 else [options.out]
-    if options.memory is not None:
+    if options.memory is not None or options.engine == "ray" or is_gguf(Path(options.model)):
         return _layer_by_layer(options, given, calibration, places)
     model = open_dense(options.model, options.weights, options.original)
     found = compress(model, calibration, progress=sys.stderr.isatty(), **given)
@@ -48,9 +51,13 @@ def _layer_by_layer(options: argparse.Namespace, given: dict[str, Any], calibrat
     """Compress a folder that need not fit into memory."""
     from crystallite.compression.decoders.on_disk import compress_folder
 
-    if not is_transformers_folder(Path(options.model)):
-        raise InvalidOption(f"--memory: expected a transformers folder as MODEL, got {options.model}")
-    shown = {"memory": options.memory, "progress": sys.stderr.isatty()}
+    if not is_layered(Path(options.model)):
+        asked = "--memory" if options.memory is not None else "--engine ray"
+        raise InvalidOption(f"{asked}: expected a transformers folder or a GGUF file as MODEL, got {options.model}")
+    if wrong := sorted({*given} - _OF_FOLDERS):
+        word = f"--{wrong[0].replace('_', '-')}"
+        raise InvalidOption(f"{options.model}: {word} needs the model in memory; open it as a transformers folder")
+    shown = {"memory": options.memory, "engine": options.engine, "progress": sys.stderr.isatty()}
     found = compress_folder(options.model, calibration, options.out, **shown, **given)
     _print(options, dict(zip(places, found if len(places) > 1 else [found], strict=True)), places)
     return 0

@@ -1,4 +1,4 @@
-"""A transformers folder read, and another one written, one layer at a time: for models larger than memory."""
+"""A transformers folder or GGUF file read, and a folder written, one layer at a time: for models larger than memory."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from crystallite.core.errors import CheckpointError, InvalidOption
 from crystallite.core.files import new_folder
 from crystallite.models.description import build_once, check_indices, describe_parts
+from crystallite.models.gguf_source import GgufWeights, is_gguf, model_of_gguf, write_tokenizer
 from crystallite.models.manifest import CONFIG, METHOD, VERSION, weights_sha256, write_manifest
 from crystallite.models.record import Record, set_record_
 from crystallite.models.swap import put_
@@ -27,8 +28,8 @@ from crystallite.models.transformers_folder import copy_files, put_described_, s
 from crystallite.weights.checkpoint import Checkpoint, open_checkpoint
 
 __all__ = [
-    "LayeredFolder", "describe_layer", "is_transformers_folder", "list_of_layers", "named", "read_described",
-    "write_layered",
+    "LayeredFolder", "describe_layer", "is_layered", "is_transformers_folder", "list_of_layers", "named",
+    "read_described", "write_layered",
 ]  # fmt: skip
 
 
@@ -36,6 +37,11 @@ def list_of_layers(model: nn.Module) -> str:
     """The name of the list of modules that holds most of a model's numbers, "" if it has none."""
     lists = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) > 1]
     return max(lists, key=lambda one: sum(p.numel() for p in one[1].parameters()), default=("", None))[0]
+
+
+def is_layered(path: Path) -> bool:
+    """Whether `LayeredFolder` may open it: a folder with a model of transformers, or a GGUF file."""
+    return is_transformers_folder(path) or is_gguf(path)
 
 
 def is_transformers_folder(path: Path) -> bool:
@@ -47,14 +53,18 @@ def is_transformers_folder(path: Path) -> bool:
 class LayeredFolder:
     """A language model on disk: all but its layers in memory, and these read one by one."""
 
-    folder: Path
+    folder: Path  # or GGUF file
     model: nn.Module  # layers have shapes and no numbers
     name: str  # of the list of layers
     names: frozenset[str]  # of all tensors on the disk
+    gguf: GgufWeights | None = None
 
     @classmethod
     def open(cls, folder: Path) -> LayeredFolder:
-        """The model of a transformers folder, its layers left on the disk."""
+        """The model of a transformers folder or of a GGUF file, its layers left on the disk."""
+        if is_gguf(folder):
+            model, weights = model_of_gguf(folder)
+            return cls._of(folder, model, frozenset(weights.tensors), weights)
         try:
             library = importlib.import_module("transformers")
         except ImportError:
@@ -65,14 +75,24 @@ class LayeredFolder:
         if kind is None or getattr(config, "quantization_config", None) is not None:
             raise CheckpointError(f"{folder}: expected a dense model of transformers' own, got {name or 'none'}")
         with torch.device("meta"):
-            model: Any = kind(config)
+            made: nn.Module = kind(config)
+        with open_checkpoint(folder) as stored:
+            return cls._of(folder, made, frozenset(stored.tensors))
+
+    @classmethod
+    def _of(
+        cls, folder: Path, model: nn.Module, names: frozenset[str], gguf: GgufWeights | None = None
+    ) -> LayeredFolder:
         layers = list_of_layers(model)
         if not layers:
-            raise InvalidOption(f"{folder}: a {name}, which has no list of layers")
-        with open_checkpoint(folder) as stored:
-            found = cls(folder, model.eval(), layers, frozenset(stored.tensors))
+            raise InvalidOption(f"{folder}: a {type(model).__name__}, which has no list of layers")
+        found = cls(folder, model.eval(), layers, names, gguf)
         found._fill_rest()
         return found
+
+    def _stored(self) -> Checkpoint | GgufWeights:
+        """The weights on the disk; a folder is mapped anew, so that what was read before is not held."""
+        return open_checkpoint(self.folder) if self.gguf is None else self.gguf
 
     def _fill_rest(self) -> None:
         """Give the model all its weights but those of the layers."""
@@ -80,7 +100,7 @@ class LayeredFolder:
         prefix = f"{self.name}."
         _compute_buffers_(model, prefix)
         state = {n: t for n, t in model.state_dict().items() if not n.startswith(prefix)}
-        with open_checkpoint(self.folder) as stored:
+        with self._stored() as stored:
             present = {n: _tensor(stored, n) for n in state if n in self.names}
         model.load_state_dict(present, strict=False, assign=True)
         model.tie_weights()
@@ -93,7 +113,7 @@ class LayeredFolder:
         layers: Any = self.model.get_submodule(self.name)
         found = copy.deepcopy(layers[number])
         prefix = f"{self.name}.{number}."
-        with open_checkpoint(self.folder) as stored:  # mapped anew: what was read before is not held
+        with self._stored() as stored:
             missing = [n for n in found.state_dict() if prefix + n not in stored.tensors]
             if missing:
                 raise CheckpointError(f"{self.folder}: expected a tensor {prefix + missing[0]!r:.80}, found none")
@@ -112,11 +132,20 @@ class LayeredFolder:
     @property
     def identity(self) -> str:
         """What tells the weights from others without reading all of them: names, sizes and times of the files."""
-        files = sorted(p for p in self.folder.iterdir() if p.suffix in (".safetensors", ".bin"))
+        files = [self.folder]
+        if self.gguf is None:
+            files = sorted(p for p in self.folder.iterdir() if p.suffix in (".safetensors", ".bin"))
         return json.dumps([(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in files])
 
+    def write_files(self, folder: Path) -> None:
+        """All that belongs to the model but weights and config: the tokenizer, and whatever else lies there."""
+        if self.gguf is None:
+            copy_files(self.folder, folder)
+        else:
+            write_tokenizer(self.folder, folder)
 
-def _tensor(stored: Checkpoint, name: str) -> Tensor:
+
+def _tensor(stored: Checkpoint | GgufWeights, name: str) -> Tensor:
     return nn.Parameter(torch.as_tensor(stored.read(name)).clone(), requires_grad=False)
 
 
@@ -180,7 +209,7 @@ def write_layered(
     rest = {n: t for n, t in model.state_dict().items() if not n.startswith(prefix) and n in source.names}
     rest |= {n: t for n, t in model.state_dict().items() if not n.startswith(prefix) and n not in tied}
     with new_folder(target) as folder:
-        copy_files(source.folder, folder)
+        source.write_files(folder)
         places: dict[str, str] = {}
         total = 0
         count = len(shards) + 1

@@ -9,7 +9,9 @@ import os
 import re
 import shutil
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from crystallite.compression.decoders.layer_fit import FittedLayer
+from crystallite.compression.decoders.ray_engine import spread_over_ray
 from crystallite.compression.decoders.run import CHUNK, DecoderOptions, OutOfReach, as_tokens, fit_decoder
 from crystallite.compression.decoders.stack import Stack, why_no_stack
 from crystallite.compression.decoders.workspace import Workspace
@@ -32,6 +35,7 @@ from crystallite.models.summary import Summary
 __all__ = ["FORMS", "compress_folder"]
 
 FORMS = ("any", "dense", "uniform")
+ENGINES = ("local", "ray")
 _PROGRAM = 450_000_000  # bytes that Python and PyTorch take
 _LAYERS = 3  # at once: the dense one, the smaller one, and what is written of it
 _SQUARES = 10  # matrices of neurons × neurons in float64, while a layer is fitted
@@ -95,6 +99,7 @@ def compress_folder(
     seed: int = 0,
     targets: str | Sequence[str] = ("*",),
     ignore: str | Sequence[str] = (),
+    engine: str = "local",
     progress: bool = False,
 ) -> Any:
     """A smaller decoder written to a new folder, layer by layer: the model need not fit into memory.
@@ -105,11 +110,15 @@ def compress_folder(
     the folder is removed at the end.
 
     Args:
-        folder: a transformers folder with a dense causal language model, in one file or in shards.
+        folder: a transformers folder with a dense causal language model, in one file or in shards; or a GGUF file,
+            whose numbers become float32.
         calibration: batches of token ids, as `texts` gives them from plain text; see `compress`.
         out: the new folder; with several budgets, one that holds a folder for each, named as the budget is: "0.8".
         budget, objective, form, ridge, seed, targets, ignore: as for `compress`.
         memory: what the run may take, in bytes or as "3GB"; refused before work begins where that is too little.
+        engine: "local", or "ray": every node of a Ray cluster keeps a share of the calibration data and runs the layers
+            on it; the result is the same to rounding. A share that is lost with its node or process is computed again.
+            All nodes must see `folder` and `out` under the same paths.
         progress: a bar on standard error.
 
     Returns:
@@ -125,6 +134,7 @@ def compress_folder(
         raise InvalidOption(f"{target}: exists already; choose another name or remove it")
     check_choice("objective", objective, ("macs", "parameters"))
     check_choice("form", form, FORMS)
+    check_choice("engine", engine, ENGINES)
     budgets = budgets_of(budget)
     source = LayeredFolder.open(Path(folder))
     stack = Stack(source.model, source.name)
@@ -137,23 +147,27 @@ def compress_folder(
     patterns = [(p,) if isinstance(p, str) else tuple(p) for p in (targets, ignore)]
     options = DecoderOptions(budgets, objective, form, ridge, seed, *patterns)
     work = target.with_name(f"{target.name}.partial")
-    records = _run(source, data, target, options, work, isinstance(budget, Sequence), progress)
+    records = _run(source, data, target, options, work, isinstance(budget, Sequence), engine, progress)
     summaries = [Summary.of(record) for record in records]
     return summaries if isinstance(budget, Sequence) else summaries[0]
 
 
 def _run(
     source: LayeredFolder, data: Calibration, out: Path, options: DecoderOptions, work: Path, several: bool,
-    progress: bool,
+    engine: str, progress: bool,
 ) -> list[Record]:  # fmt: skip
     tensors = [b.named["input_ids"] for b in map(as_tokens, data.all)]
     state, plain = Workspace(work / "state"), vars(options)
     tokens = [[*t.shape, hashlib.sha256(t.cpu().contiguous().numpy().tobytes()).hexdigest()] for t in tensors]
     state.check_identity({"model": source.identity, "tokens": tokens, **plain})
     names = [f"{budget:g}" for budget in options.budgets]
-    stack, layers = Stack(source.model, source.name), _Disk(source, tuple(work / name for name in names))
+    places = tuple(work / name for name in names)
+    stack, layers = Stack(source.model, source.name), _Disk(source, places)
+    where = tuple(path.absolute() for path in (source.folder, *places))
+    run = hashlib.sha256(str(work.absolute()).encode()).hexdigest()[:16]
     try:
-        found = fit_decoder(stack, layers, data, options, state, progress)
+        with spread_over_ray(partial(_opened, *where), run) if engine == "ray" else nullcontext() as spread:
+            found = fit_decoder(stack, layers, data, options, state, progress, spread)
     except OutOfReach:
         shutil.rmtree(work)
         raise
@@ -175,6 +189,12 @@ def _run(
         write(0, out)
     shutil.rmtree(work)
     return [record for record, _ in found]
+
+
+def _opened(folder: Path, *results: Path) -> tuple[Stack, _Disk]:
+    """The same as the run itself has, for whoever keeps a share of its data."""
+    source = LayeredFolder.open(folder)
+    return Stack(source.model, source.name), _Disk(source, results)
 
 
 def _bytes(text: str | int) -> int:
