@@ -2,16 +2,20 @@
 
 `python -m benchmarks.decoder_scale 135M 360M 1.5B` writes each model, with random weights and layer by layer, into the
 folder for temporary files, compresses it in a process of its own, and removes it. Memory is the most that the process
-held at any time (VmHWM) less what it held after its imports; both are printed.
+held at any time (VmHWM), beside what `--memory` would have asked for. `--kill` does it a second time, ends that run
+with SIGKILL in the middle of a layer, lets it go on, and compares all files with those of the first.
 """
 
 from __future__ import annotations
 
 import argparse
+import filecmp
 import json
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,9 +55,13 @@ class Size:
 SIZES = {
     "135M": Size(30, 576, 1536, 9, 3, dtype="float32"),  # the shape of SmolLM2-135M
     "tenth": Size(3, 576, 1536, 9, 3, dtype="float32"),
+    "1.5B, 2 layers": Size(2, 2048, 8192, 32, 8),  # what they hold and take is that of each layer
     "360M": Size(32, 960, 2560, 15, 5),
     "1.5B": Size(20, 2048, 8192, 32, 8),
-    "3B": Size(28, 3072, 8192, 24, 8, 128256),  # that of Llama-3.2-3B
+    "3B": Size(64, 2048, 5632, 32, 4, 32000),  # layers of TinyLlama's shape
+    "3B wide": Size(28, 3072, 8192, 24, 8, 128256),  # that of Llama-3.2-3B
+    "3B, 2 layers": Size(2, 2048, 5632, 32, 4, 32000),
+    "3B wide, 2 layers": Size(2, 3072, 8192, 24, 8, 128256),
 }
 
 
@@ -92,12 +100,13 @@ def run(options: argparse.Namespace) -> None:
     """Compress a folder in this process, and print what it took."""
     import cProfile
     import pstats
-    import time
 
     import transformers
 
     import crystallite as cx
-    from crystallite.compression.decoders.on_disk import compress_folder
+    from crystallite.compression.decoders.on_disk import compress_folder, memory_needed
+    from crystallite.compression.decoders.stack import Stack
+    from crystallite.models.layered_folder import LayeredFolder
 
     config = transformers.AutoConfig.from_pretrained(options.run)
     transformers.models.llama.modeling_llama.LlamaForCausalLM  # noqa: B018  imported before memory is looked at
@@ -106,17 +115,21 @@ def run(options: argparse.Namespace) -> None:
     rng = torch.Generator().manual_seed(1)
     tokens = torch.randint(1, config.vocab_size, (options.tokens // WINDOW, WINDOW), generator=rng)
     given = {"budget": options.share, "form": options.form, "memory": options.memory}
+    source = LayeredFolder.open(options.run)
+    asked = sum(memory_needed(Stack(source.model, source.name)).values())
+    del source
     before, start = _status("VmRSS"), time.process_time()
     profile = cProfile.Profile()
     if options.profile:
         profile.enable()
-    compress_folder(options.run, [{"input_ids": part} for part in tokens.split(4)], options.out, **given)
+    parts = [{"input_ids": part} for part in tokens.split(max(1, min(4, len(tokens) // 4)))]
+    compress_folder(options.run, parts, options.out, **given)
     profile.disable()
     took = time.process_time() - start
     if options.profile:
         pstats.Stats(profile, stream=sys.stderr).sort_stats("tottime").print_stats(45)
     assert cx.__version__
-    print(json.dumps({"seconds": took, "imports": before, "peak": _status("VmHWM")}))
+    print(json.dumps({"seconds": took, "imports": before, "peak": _status("VmHWM"), "asked": asked}))
 
 
 def _status(name: str) -> int:
@@ -138,13 +151,37 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, object]:
         command += ["--memory", options.memory] if options.memory else []
         command += ["--profile"] if options.profile else []
         found = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
+        killed = {"killed_in": _killed(command, Path(place), SIZES[name].layers)} if options.kill else {}
     model = parameters * getattr(torch, SIZES[name].dtype).itemsize
     return {
         "model": name, "parameters": parameters, "tokens": options.tokens, "model_GB": model / 1e9,
         "processor_s": found["seconds"], "imports_GB": found["imports"] / 1e9, "peak_GB": found["peak"] / 1e9,
         "held_over_model": (found["peak"] - found["imports"]) / model,
+        "asked_GB": found["asked"] / 1e9,
         "ns_per_parameter_and_token": found["seconds"] / parameters / options.tokens * 1e9,
+        "s_per_layer": found["seconds"] / SIZES[name].layers, **killed,
     }  # fmt: skip
+
+
+def _killed(command: list[str], place: Path, layers: int) -> str:
+    """Where a second run was killed, which then went on to the files of the first; else an error."""
+    again = [argument.replace(f"{place}/small", f"{place}/again") for argument in command]
+    partial, middle = place / "again.partial", layers // 2
+    running = subprocess.Popen(again, stdout=subprocess.DEVNULL)
+    while running.poll() is None:
+        done = len([*partial.glob("*/layer-*.json")])
+        if done >= middle and [*partial.glob("state/wrote-*")]:
+            running.kill()
+            break
+        time.sleep(0.002)
+    assert running.wait() == -signal.SIGKILL, "it was done before it could be killed"
+    subprocess.run(again, check=True, stdout=subprocess.DEVNULL)
+    names = sorted(path.name for path in (place / "small").iterdir())
+    assert names == sorted(path.name for path in (place / "again").iterdir())
+    for name in names:
+        same = filecmp.cmp(place / "small" / name, place / "again" / name, shallow=False)
+        assert same or name == "manifest.json", name  # which names folders
+    return f"layer {middle} of {layers}: all files the same"
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -154,6 +191,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--share", type=float, default=0.8, help="of the layers' weights to keep")
     parser.add_argument("--form", default="dense")
     parser.add_argument("--memory", help="bound for the run, such as 3GB")
+    parser.add_argument("--kill", action="store_true", help="kill a second run in the middle, and let it go on")
     parser.add_argument("--profile", action="store_true", help="print where the time goes")
     parser.add_argument("--run", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)

@@ -192,3 +192,19 @@ def test_outputs_that_matter_more_are_kept_better():
     cells = ((np.array([0, 1]), np.array([0, 1])), (np.array([2, 3, 4]), np.array([2, 3])))
     for spec, most in ((OperatorSpec(2), 0.9), (OperatorSpec(blocks=cells), 0.95)):
         assert output_error(fitted_operator(weighed, spec)) < most * output_error(fitted_operator(plain, spec))
+
+
+def test_moments_of_shares_add_up_whatever_their_origins_are():
+    x, t, more_x, more_t, own = problem()
+    whole, shares = Moments("a"), [Moments("a") for _ in range(4)]
+    for rows, targets in ((x[:50], t[:50]), (x[50:] + 9, t[50:] - 4), (more_x, more_t)):
+        whole.add(rows, targets)
+    for share, rows, targets in zip(shares, (x[:50], x[50:] + 9, more_x), (t[:50], t[50:] - 4, more_t), strict=False):
+        share.add(rows, targets)  # the last one has seen nothing
+    total = Moments.total([shares[3], *(pickle.loads(pickle.dumps(share)) for share in shares[:3])])
+    assert total.samples == whole.samples
+    for expected, found in zip((*whole.means, *whole.covariances), (*total.means, *total.covariances), strict=True):
+        assert torch.allclose(found, expected, rtol=EXACT, atol=EXACT)
+    one, other = (Regression.solve(m, m, own, True, 0.01).weight for m in (whole, total))
+    assert torch.allclose(one, other, rtol=EXACT, atol=EXACT)
+    assert Moments.total(shares[3:]).samples == 0

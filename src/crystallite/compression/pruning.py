@@ -213,7 +213,9 @@ def _eliminated(
     others = torch.ones(inputs, dtype=torch.bool, device=device).index_fill_(0, places.flatten(), False).nonzero()[:, 0]
     order = torch.cat([places.flatten(), others])  # neurons next to each other, the rest behind them
     weight, cost = regression.weight[:, order], 0.0
-    inverse = torch.cholesky_inverse(torch.linalg.cholesky(regression.metric))[order][:, order]
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(regression.metric))
+    if not torch.equal(order, torch.arange(inputs, device=device)):  # else no copy of what may be large
+        inverse = inverse[order[:, None], order]
     alive, each = torch.arange(count, device=device), torch.arange(width, device=device)
     for size in sorted(set(sizes), reverse=True):
         while len(alive) > size:
@@ -223,11 +225,12 @@ def _eliminated(
             gone, left = ((some[:, None] * width + each).flatten() for some in (worth[:portion], stay))
             left = torch.cat([left, torch.arange(len(alive) * width, weight.shape[1], device=device)])
             lost = weight[:, gone]
-            both = torch.cat([inverse[gone][:, left], lost.T], 1)
-            side, back = torch.linalg.solve(inverse[gone][:, gone], both).split([len(left), len(lost)], 1)
+            both = torch.cat([inverse[gone[:, None], left], lost.T], 1)
+            side, back = torch.linalg.solve(inverse[gone[:, None], gone], both).split([len(left), len(lost)], 1)
             cost += float((lost * back.T).sum())
             weight = weight[:, left] - lost @ side
-            inverse = inverse[left][:, left].addmm_(inverse[left][:, gone], side, alpha=-1)
+            between = inverse[left[:, None], gone]
+            inverse = inverse[left[:, None], left].addmm_(between, side, alpha=-1)
             alive = alive[stay]
         yield alive, others, weight, cost
 

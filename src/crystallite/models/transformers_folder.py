@@ -66,11 +66,22 @@ def write_config(model: nn.Module, original: nn.Module | None = None) -> None:
     >>> write_config(nn.Linear(2, 2))
     """
     for part, before in zip(_pretrained(model), _pretrained(model if original is None else original), strict=True):
+        _forget_gguf_(part)
         made = _made_by_class(part)
         modules = {name: d for name, d in describe_parts(part).items() if not _holds(made or before, name, d)}
         if made is not None:
             _check_rebuilt(part, before, made, modules)
         _describe_in_config_(part, modules, find_record(model))
+
+
+def _forget_gguf_(part: Any) -> None:
+    """Weights that transformers took out of a GGUF file are plain numbers by now, which it would refuse to save."""
+    if getattr(getattr(part, "hf_quantizer", None), "packed_modules", True):
+        return
+    del part.hf_quantizer, part.quantization_method
+    part.is_quantized = False
+    if not is_ours(getattr(part.config, "quantization_config", None)):
+        del part.config.quantization_config
 
 
 def _describe_in_config_(part: Any, modules: Mapping[str, Any], record: Record | None) -> None:

@@ -104,7 +104,12 @@ class Moments:
         """Σ xxᵀ around the origin, both halves."""
         self._sum()
         found = self.xx.triu()
-        return found.add_(found.triu(1).T)
+        step = max(-(-len(found) // _PARTS), _LEAST)
+        for start in range(0, len(found), step):  # in parts: the matrix may be large
+            stop = start + step
+            found[start:stop, start:stop] += found[start:stop, start:stop].triu(1).T
+            found[stop:, start:stop] = found[start:stop, stop:].T
+        return found
 
     def part(self, name: str, outputs: slice) -> Moments:
         """The same for some of the outputs."""

@@ -46,9 +46,10 @@ class Regression:
         if not with_bias:  # nothing may be added to the outputs, so means are part of what is to be explained
             mean_x, mean_t = torch.zeros_like(mean_x), torch.zeros_like(mean_t)
         gram, cross, _ = fitted.around(mean_x, mean_t)
-        metric = _with_ridge(gram, ridge)
+        left_over = cross - gram @ own.T
+        metric = _with_ridge_(gram, ridge)
         # only what the layer's own weight leaves over is solved for: a layer that fits already stays as it is
-        weight = own + torch.cholesky_solve(cross - gram @ own.T, _cholesky(metric, fitted.name)).T
+        weight = own + torch.cholesky_solve(left_over, _cholesky(metric, fitted.name)).T
         xx, xt, tt = held_out.around(mean_x, mean_t)
         variance = float((held_out.tt - held_out.t**2 / held_out.samples).sum().clamp_min(0))
         return cls(weight, metric, mean_x, mean_t, xx, xt, float(tt.sum()), variance)
@@ -70,7 +71,7 @@ class Regression:
         xt, mean_t = xx @ own.T, own @ mean_x
         written, between = float((own.T * xt).sum()), own @ (held_out.means[0] - mean_x)
         variance = max(written - held_out.samples * float((between**2).sum()), 0.0)
-        metric = _with_ridge(fitted.around(mean_x, none)[0], ridge)
+        metric = _with_ridge_(fitted.around(mean_x, none)[0], ridge)
         return cls(own, metric, mean_x, mean_t if bias is None else mean_t + bias.double(), xx, xt, written, variance)
 
     @property
@@ -134,10 +135,9 @@ class Regression:
         return max(self.held_tt + products, 0.0) / max(self.variance, torch.finfo(torch.float64).tiny)
 
 
-def _with_ridge(gram: Tensor, ridge: float) -> Tensor:
-    metric = gram.clone()
-    metric.diagonal().add_((ridge * gram.diagonal().mean()).clamp_min(torch.finfo(torch.float32).tiny))
-    return metric
+def _with_ridge_(gram: Tensor, ridge: float) -> Tensor:
+    gram.diagonal().add_((ridge * gram.diagonal().mean()).clamp_min(torch.finfo(torch.float32).tiny))
+    return gram
 
 
 def _cholesky(metric: Tensor, name: str) -> Tensor:

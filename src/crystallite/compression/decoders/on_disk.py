@@ -32,7 +32,7 @@ from crystallite.models.layered_folder import LayeredFolder, describe_layer, nam
 from crystallite.models.record import Record
 from crystallite.models.summary import Summary
 
-__all__ = ["FORMS", "compress_folder"]
+__all__ = ["FORMS", "compress_folder", "memory_needed"]
 
 FORMS = ("any", "dense", "uniform")
 ENGINES = ("local", "ray")
@@ -210,20 +210,23 @@ def _bytes(text: str | int) -> int:
     return int(float(found[1]) * step ** " kmgt".index(found[2].lower() or " "))
 
 
-def _check_memory(stack: Stack, limit: int) -> None:
-    """Refuse what will not fit, before work begins."""
+def memory_needed(stack: Stack) -> dict[str, int]:
+    """Bytes that a run takes at most, by what takes them."""
     layer, prefix = stack.layers[0], f"{stack.name}."
     item = next(p.element_size() for n, p in stack.model.named_parameters() if not n.startswith(prefix))
     one = sum(p.numel() for p in layer.parameters()) * item
     rest = sum(p.numel() * item for n, p in stack.model.named_parameters() if not n.startswith(prefix))
     widest = max(p.shape[1] for p in layer.parameters() if p.ndim == 2)
-    squares = _SQUARES * 8 * widest**2
-    activations = _ACTIVATIONS * 4 * CHUNK * widest
-    needed = _PROGRAM + rest + _LAYERS * one + squares + activations
+    return {
+        "the program": _PROGRAM, "embeddings and head": rest, "layers": _LAYERS * one,
+        f"statistics of {widest} neurons": _SQUARES * 8 * widest**2, "activations": _ACTIVATIONS * 4 * CHUNK * widest,
+    }  # fmt: skip
+
+
+def _check_memory(stack: Stack, limit: int) -> None:
+    """Refuse what will not fit, before work begins."""
+    parts = memory_needed(stack)
+    needed = sum(parts.values())
     if needed > limit:
-        parts = {
-            "the program": _PROGRAM, "embeddings and head": rest, "layers": _LAYERS * one,
-            f"statistics of {widest} neurons": squares, "activations": activations,
-        }  # fmt: skip
         listed = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in parts.items())
         raise InvalidOption(f"memory: expected at least {needed / 1e9:.2f} GB ({listed}), got {limit / 1e9:.2f} GB")
