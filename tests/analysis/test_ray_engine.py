@@ -5,48 +5,32 @@ namespace ends whatever it started. `python -m tests.analysis.test_ray_engine FO
 """
 
 import functools
-import importlib.util
 import json
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from benchmarks.namespace import NAMESPACE, OBJECT_STORE_BYTES, bring_loopback_up
+from benchmarks.namespace import OBJECT_STORE_BYTES, bring_loopback_up
 from safetensors.torch import save_file
 from torch import nn
 
 import crystallite as cx
 from crystallite.analysis.matrix import Options
 from crystallite.analysis.ray_engine import analyze_layers
-from tests.helpers.waiting import finished
-
-RAY = {
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_AUTH_MODE": "disabled",  # nobody else is in the namespace, and a token would be written to the home folder
-}
+from tests.helpers.ray_namespace import run_in_namespace
 
 
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory):
     """What the runs inside the namespace gave, by name."""
-    if importlib.util.find_spec("ray") is None:
-        pytest.skip("Ray is not installed: pip install 'crystallite[ray]'")
-    if shutil.which("unshare") is None or subprocess.run([*NAMESPACE, "true"], capture_output=True).returncode:
-        pytest.skip("Ray is tested in a namespace of its own, which `unshare` may not make here")
     folder = tmp_path_factory.mktemp("ray")
     write_checkpoints(folder)
-    with tempfile.TemporaryDirectory() as short:  # paths of Unix sockets hold 107 bytes
-        command = [*NAMESPACE, sys.executable, "-m", "tests.analysis.test_ray_engine", str(folder)]
-        environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")} | RAY | {"RAY_TMPDIR": short}
-        done = finished(command, env=environment, cwd=Path(__file__).parents[2])
-    assert done.returncode == 0, done.stderr[-5000:]
+    run_in_namespace("tests.analysis.test_ray_engine", folder)
     return json.loads((folder / "outcome.json").read_text())
 
 

@@ -4,27 +4,23 @@ Ray listens on every network interface, so it runs in a network namespace that h
 namespace ends whatever it started. `python -m tests.compression.test_ray_engine FOLDER` is what runs inside.
 """
 
-import importlib.util
 import json
 import os
-import shutil
 import signal
-import subprocess
 import sys
-import tempfile
 import threading
 from pathlib import Path
 
 import pytest
 import torch
-from benchmarks.namespace import NAMESPACE, OBJECT_STORE_BYTES, bring_loopback_up
+from benchmarks.namespace import OBJECT_STORE_BYTES, bring_loopback_up
 from safetensors.torch import load_file
 
 import crystallite as cx
 from crystallite.compression.decoders import ray_engine
 from crystallite.compression.decoders.shares import Share
-from tests.analysis.test_ray_engine import RAY
-from tests.helpers.waiting import finished, wait_for
+from tests.helpers.ray_namespace import run_in_namespace
+from tests.helpers.waiting import wait_for
 
 transformers = pytest.importorskip("transformers")
 
@@ -39,21 +35,12 @@ LOST = {(Share.probe, 1), (Share.add, 1), (Share.finish, 2)}  # before these ste
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory):
     """What the runs inside the namespace gave, by name."""
-    if importlib.util.find_spec("ray") is None:
-        pytest.skip("Ray is not installed: pip install 'crystallite[ray]'")
-    if shutil.which("unshare") is None or subprocess.run([*NAMESPACE, "true"], capture_output=True).returncode:
-        pytest.skip("Ray is tested in a namespace of its own, which `unshare` may not make here")
     folder = tmp_path_factory.mktemp("ray")
     torch.manual_seed(0)
     transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).save_pretrained(folder / "dense")
-    with tempfile.TemporaryDirectory() as short:  # paths of Unix sockets hold 107 bytes
-        command = [*NAMESPACE, sys.executable, "-m", "tests.compression.test_ray_engine", str(folder)]
-        environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")} | RAY
-        environment |= {"RAY_TMPDIR": short, "TMPDIR": short}
-        done = finished(command, env=environment, cwd=Path(__file__).parents[2])
-        assert done.returncode == 0, done.stderr[-5000:]
-        assert not [*Path(short).glob("crystallite-*")]  # nothing stays on the nodes
-    print(done.stdout)
+    printed, left = run_in_namespace("tests.compression.test_ray_engine", folder)
+    print(printed)
+    assert not [name for name in left if name.startswith("crystallite-")]  # nothing stays on the nodes
     return {"folder": folder, **json.loads((folder / "outcome.json").read_text())}
 
 

@@ -87,7 +87,12 @@ def _in_float32(model: nn.Module, batch: Batch) -> tuple[nn.Module, Batch]:
     half = {p.dtype for p in model.parameters() if p.is_floating_point()} - {torch.float32, torch.float64}
     if not half:
         return model, batch
-    return copy.deepcopy(model).float(), batch.map(lambda value: value.float() if value.dtype in half else value)
+    tensors = [t for t in (*model.parameters(), *model.buffers()) if t.dtype in half]
+    floats = {
+        id(t): nn.Parameter(t.float(), t.requires_grad) if isinstance(t, nn.Parameter) else t.float() for t in tensors
+    }
+    whole = copy.deepcopy(model, floats)  # no other copy of what may be large
+    return whole, batch.map(lambda value: value.float() if value.dtype in half else value)
 
 
 def _one_for_each_reader(groups: Sequence[NeuronGroup]) -> list[NeuronGroup]:

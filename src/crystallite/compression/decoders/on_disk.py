@@ -21,6 +21,7 @@ from torch import nn
 from crystallite.compression.decoders.layer_fit import FittedLayer
 from crystallite.compression.decoders.ray_engine import spread_over_ray
 from crystallite.compression.decoders.run import CHUNK, DecoderOptions, OutOfReach, as_tokens, fit_decoder
+from crystallite.compression.decoders.shares import PROBED
 from crystallite.compression.decoders.stack import Stack, why_no_stack
 from crystallite.compression.decoders.workspace import Workspace
 from crystallite.compression.whole_cost import budgets_of
@@ -36,10 +37,12 @@ __all__ = ["FORMS", "compress_folder", "memory_needed"]
 
 FORMS = ("any", "dense", "uniform")
 ENGINES = ("local", "ray")
-_PROGRAM = 450_000_000  # bytes that Python and PyTorch take
+_PROGRAM = 600_000_000  # bytes that Python and PyTorch take
 _LAYERS = 3  # at once: the dense one, the smaller one, and what is written of it
-_SQUARES = 10  # matrices of neurons × neurons in float64, while a layer is fitted
-_ACTIVATIONS = 4  # of a chunk
+_SQUARES = 8  # matrices of neurons × neurons in float64, while a layer is fitted
+_ACTIVATIONS = 16  # of a chunk, each as wide as the widest layer
+_STATES = 4  # of the positions that are probed
+_LOGITS = 1024  # rows in float32
 
 
 @dataclass(frozen=True)
@@ -211,16 +214,22 @@ def _bytes(text: str | int) -> int:
 
 
 def memory_needed(stack: Stack) -> dict[str, int]:
-    """Bytes that a run takes at most, by what takes them."""
+    """Bytes that a run takes at most, by what takes them; measured by `benchmarks/decoder_scale.py`."""
+    model: Any = stack.model
     layer, prefix = stack.layers[0], f"{stack.name}."
-    item = next(p.element_size() for n, p in stack.model.named_parameters() if not n.startswith(prefix))
-    one = sum(p.numel() for p in layer.parameters()) * item
-    rest = sum(p.numel() * item for n, p in stack.model.named_parameters() if not n.startswith(prefix))
+    outside = [p for n, p in model.named_parameters() if not n.startswith(prefix)]
+    item = outside[0].element_size()
+    one, rest = sum(p.numel() for p in layer.parameters()) * item, sum(p.numel() for p in outside) * item
     widest = max(p.shape[1] for p in layer.parameters() if p.ndim == 2)
-    return {
-        "the program": _PROGRAM, "embeddings and head": rest, "layers": _LAYERS * one,
-        f"statistics of {widest} neurons": _SQUARES * 8 * widest**2, "activations": _ACTIVATIONS * 4 * CHUNK * widest,
+    vocabulary, hidden = model.get_output_embeddings().weight.shape
+    fitting = {
+        "layers": _LAYERS * one, f"statistics of {widest} neurons": _SQUARES * 8 * widest**2,
+        "activations": item * (_ACTIVATIONS * CHUNK * widest + _STATES * PROBED * hidden),
+        "logits": _LOGITS * 4 * vocabulary,
     }  # fmt: skip
+    trials = {"a layer, embeddings and head in float32": 4 * (one + rest) // item if item < 4 else 0}
+    most = max(fitting, trials, key=lambda parts: sum(parts.values()))
+    return {"the program": _PROGRAM, "embeddings and head": rest, **most}
 
 
 def _check_memory(stack: Stack, limit: int) -> None:

@@ -33,9 +33,9 @@ from crystallite.models.familiarity import Readings
 from crystallite.statistics.moments import Moments
 from crystallite.statistics.output_error import relative_error
 
-__all__ = ["Chunks", "Layers", "OneShare", "Share", "Shares", "positions_of"]
+__all__ = ["PROBED", "Chunks", "Layers", "OneShare", "Share", "Shares", "positions_of"]
 
-_PROBED = 8192  # positions from which sizes are chosen
+PROBED = 8192  # positions from which sizes are chosen
 _HEAD = 64  # positions at once, where logits of both models are compared
 _JUDGED = 2048  # positions held out at which they are
 
@@ -80,7 +80,7 @@ class Chunks:
     def of(cls, fitted: Sequence[Batch], held_out: Sequence[Batch], seed: int) -> Chunks:
         every = dict(enumerate((*fitted, *held_out)))
         sizes = [positions_of(batch) for batch in every.values()]
-        wanted = max(1, min(len(sizes), round(_PROBED / max(sum(sizes) / len(sizes), 1))))
+        wanted = max(1, min(len(sizes), round(PROBED / max(sum(sizes) / len(sizes), 1))))
         probed = frozenset(int(i * len(sizes) / wanted) for i in range(wanted))  # spread over the data
         judges = max(1, sum(sizes[len(fitted) :]) // _JUDGED)
         return cls(every, frozenset(range(len(fitted), len(every))), probed, judges, seed)
