@@ -1,6 +1,9 @@
 """Things numba does not make of Python: sums kept in registers, lines copied and transposed.
 
 All are written as LLVM instructions, which LLVM lowers to whatever the processor has: AVX, NEON, …
+
+Weights of 16 bits come as integers, as numba knows no such numbers: unsigned ones are bfloat16, signed ones float16. They
+become float32 in registers.
 """
 
 # mypy: disable-error-code="untyped-decorator"
@@ -31,7 +34,7 @@ __all__ = [
 PANEL = 16
 """Weights lie in panels, (panels, depth, 16): 16 neighbouring outputs fill a cache line, a panel is read in order."""
 
-_I32, _I64 = ir.IntType(32), ir.IntType(64)
+_I16, _I32, _I64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
 _FUSED = ["contract"]  # a product and a sum may become one instruction
 
 
@@ -54,6 +57,29 @@ class _Tile:
 
     def load(self, array: Any, offset: Any, lane: int) -> Any:
         return self.builder.load(self._pointer(array, offset, lane), align=self.alignment)
+
+    def load_wide(self, dtype: Any, array: Any, offset: Any, lane: int) -> Any:
+        """The same from an array of the tile's numbers or of 16 bits, of which dtype says which they are."""
+        if not isinstance(dtype, types.Integer):
+            return self.load(array, offset, lane)
+        first = self.builder.add(offset, ir.Constant(_I64, lane))
+        check_span(self.context, self.builder, array, first, self.lanes)
+        halves = ir.VectorType(_I16, self.lanes)
+        pointer = self.builder.bitcast(self.builder.gep(array.data, [first]), halves.as_pointer())
+        return self._widened(dtype, self.builder.load(pointer, align=2), lambda kind: ir.VectorType(kind, self.lanes))
+
+    def number(self, dtype: Any, array: Any, offset: Any) -> Any:
+        """One number of such an array."""
+        value = self.builder.load(self.place(array, offset))
+        return self._widened(dtype, value, lambda kind: kind) if isinstance(dtype, types.Integer) else value
+
+    def _widened(self, dtype: Any, bits: Any, shaped: Any) -> Any:
+        """float32 of 16 bits."""
+        if dtype.signed:
+            return self.builder.fpext(self.builder.bitcast(bits, shaped(ir.HalfType())), shaped(ir.FloatType()))
+        wide, sixteen = self.builder.zext(bits, shaped(_I32)), ir.Constant(_I32, 16)
+        shift = sixteen if wide.type == _I32 else ir.Constant(wide.type, [sixteen] * self.lanes)
+        return self.builder.bitcast(self.builder.shl(wide, shift), shaped(ir.FloatType()))
 
     def store(self, value: Any, array: Any, offset: Any, lane: int) -> None:
         self.builder.store(value, self._pointer(array, offset, lane), align=self.alignment)
@@ -247,7 +273,7 @@ def shifted_product(rows: int, vectors: int) -> Any:
 def dot_rows(rows: int, ways: int) -> Any:
     """Compiled f(weight, row, x, first, out, place): out[place + i] = weight[row + i] · x[first:], for `rows` i.
 
-    weight is a matrix, x and out are vectors, all C-contiguous and of one dtype. ways: vectors of each row at a time;
+    weight is a matrix, x and out are vectors, all C-contiguous and of one dtype; the weight may be of 16 bits. ways: vectors of each row at a time;
     rows × ways sums hide the latency of a sum.
     """
 
@@ -261,7 +287,8 @@ def dot_rows(rows: int, ways: int) -> Any:
             _, row, _, first, _, place = args
             weight, x, out = (context.make_array(sig.args[i])(context, builder, args[i]) for i in (0, 2, 4))
             _, depth = cgutils.unpack_tuple(builder, weight.shape)
-            tile = _Tile(context, builder, sig.args[0].dtype, rows, 1, ways * 256 // sig.args[0].dtype.bitwidth)
+            stored, dtype = sig.args[0].dtype, sig.args[2].dtype
+            tile = _Tile(context, builder, dtype, rows, 1, ways * 256 // dtype.bitwidth)
             zero = ir.Constant(tile.vector, [0.0] * tile.lanes)
             for slot in tile.sums.values():
                 builder.store(zero, slot)
@@ -271,7 +298,7 @@ def dot_rows(rows: int, ways: int) -> Any:
             with cgutils.for_range_slice(builder, ir.Constant(_I64, 0), whole, step) as (k, _):
                 states = {q: tile.load(x, builder.add(first, k), q) for q in tile.lane_groups}
                 for (r, _, q), slot in tile.sums.items():
-                    tile.add_product(slot, tile.load(weight, builder.add(starts[r], k), q), states[q])
+                    tile.add_product(slot, tile.load_wide(stored, weight, builder.add(starts[r], k), q), states[q])
             for r in range(rows):
                 parts = [builder.load(tile.sums[r, 0, q]) for q in tile.lane_groups]
                 joined = parts[0]
@@ -282,7 +309,7 @@ def dot_rows(rows: int, ways: int) -> Any:
                     total = builder.fadd(total, builder.extract_element(joined, ir.Constant(_I32, lane)))
                 slot = cgutils.alloca_once_value(builder, total)
                 with cgutils.for_range_slice(builder, whole, depth, ir.Constant(_I64, 1)) as (k, _):
-                    left = builder.load(tile.place(weight, builder.add(starts[r], k)))
+                    left = tile.number(stored, weight, builder.add(starts[r], k))
                     tile.add_product(slot, left, builder.load(tile.place(x, builder.add(first, k))))
                 builder.store(builder.load(slot), tile.place(out, builder.add(place, ir.Constant(_I64, r))))
             return context.get_dummy_value()
@@ -314,23 +341,27 @@ def copy_line(_typing: Any, source: Any, line: Any, add: Any, target: Any, place
 
 @intrinsic
 def copy_numbers(_typing: Any, source: Any, start: Any, count: Any, add: Any, target: Any, into: Any) -> Any:
-    """target[into + i] = source[start + i] + add for i up to `count`; vectors of one dtype that do not overlap."""
+    """target[into + i] = source[start + i] + add for i up to `count`; vectors of one dtype that do not overlap.
+
+    The source may be of 16 bits.
+    """
     if any(array.layout != "C" for array in (source, target)):
         raise TypingError("copy_numbers: expected C-contiguous arrays")
-    signature = types.void(source, types.intp, types.intp, source.dtype, target, types.intp)
+    signature = types.void(source, types.intp, types.intp, target.dtype, target, types.intp)
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         _, start, count, add, _, into = args
         source, target = (context.make_array(sig.args[i])(context, builder, args[i]) for i in (0, 4))
-        tile = _Tile(context, builder, sig.args[0].dtype, 0, 0)
+        stored = sig.args[0].dtype
+        tile = _Tile(context, builder, sig.args[4].dtype, 0, 0)
         lanes, one, zero = ir.Constant(_I64, tile.lanes), ir.Constant(_I64, 1), ir.Constant(_I64, 0)
         whole = builder.mul(builder.sdiv(count, lanes), lanes)
         everywhere = tile.repeated(add)
         with cgutils.for_range_slice(builder, zero, whole, lanes) as (i, _):
-            numbers = tile.load(source, builder.add(start, i), 0)
+            numbers = tile.load_wide(stored, source, builder.add(start, i), 0)
             tile.store(builder.fadd(numbers, everywhere), target, builder.add(into, i), 0)
         with cgutils.for_range_slice(builder, whole, count, one) as (i, _):
-            number = builder.load(tile.place(source, builder.add(start, i)))
+            number = tile.number(stored, source, builder.add(start, i))
             builder.store(builder.fadd(number, add), tile.place(target, builder.add(into, i)))
         return context.get_dummy_value()
 
