@@ -10,7 +10,8 @@ import ctypes
 import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby
+from operator import is_
 from typing import Any
 
 import numpy as np
@@ -170,14 +171,15 @@ class Plan:
     ) -> None:  # fmt: skip
         self.outputs = outputs
         parts = [] if module is None else list(module.modules())
-        homes = [home for part in parts for home in (part._parameters, part._buffers)]
-        self._tensors = [(home, name, t, t.data_ptr()) for home in homes for name, t in home.items() if t is not None]
-        self._children = [(part._modules, name, child) for part in parts for name, child in part._modules.items()]
+        self._homes = [home for part in parts for home in (part._parameters, part._buffers, part._modules) if home]
+        self._held = [thing for home in self._homes for thing in home.values()]
+        self._tensors = [t for t in self._held if isinstance(t, Tensor)]
+        self._places = [t.data_ptr() for t in self._tensors]
         self._hooks = [hooks for part in parts[1:] for hooks in (part._forward_hooks, part._forward_pre_hooks)]
         self._modes = [(part, part.training) for part in parts if isinstance(part, nn.Dropout)]
         self.macs = sum(stage.macs for stage in stages)
         self.dtype = (
-            next((t.dtype for _, _, t, _ in self._tensors if t.is_floating_point()), None) if self.macs else None
+            next((t.dtype for t in self._tensors if t.is_floating_point()), None) if self.macs else None
         )
         self.line = _LINE // max((self.dtype or torch.float32).itemsize, 4)  # numbers
         self.width = max([inputs, *(stage.rows for stage in stages)])
@@ -193,12 +195,11 @@ class Plan:
         return self._call_type(*self._head, *more)
 
     def valid(self) -> bool:
-        for tensors, name, tensor, place in self._tensors:
-            if tensors.get(name) is not tensor or tensor.data_ptr() != place:
-                return False
-        for children, name, child in self._children:
-            if children.get(name) is not child:
-                return False
+        now = chain.from_iterable(map(dict.values, self._homes))  # all in C: chains hold hundreds of tensors
+        if sum(map(len, self._homes)) != len(self._held) or not all(map(is_, now, self._held)):
+            return False
+        if list(map(Tensor.data_ptr, self._tensors)) != self._places:
+            return False
         return self.macs > 0 and not any(self._hooks) and all(part.training == mode for part, mode in self._modes)
 
     def __deepcopy__(self, _memo: Any) -> Plan:

@@ -99,6 +99,41 @@ class _Tile:
         zeros = ir.Constant(ir.VectorType(_I32, self.lanes), [0] * self.lanes)
         return self.builder.shuffle_vector(first, undefined, zeros)
 
+    def all_lanes(self, index: Any) -> Any:
+        """An index in every lane."""
+        undefined = ir.Constant(ir.VectorType(_I64, self.lanes), ir.Undefined)
+        first = self.builder.insert_element(undefined, index, ir.Constant(_I32, 0))
+        return self.builder.shuffle_vector(
+            first, undefined, ir.Constant(ir.VectorType(_I32, self.lanes), [0] * self.lanes)
+        )
+
+    def lane_sums(self, rows: list[list[Any]]) -> list[Any]:
+        """The sum of the lanes of each row's vectors: neighbours first, of two rows in one instruction.
+
+        Which rows are summed together does not change the order of a row's additions.
+        """
+        vectors = []
+        for parts in rows:
+            joined = parts[0]
+            for part in parts[1:]:
+                joined = self.builder.fadd(joined, part)
+            vectors.append(joined)
+        width = self.lanes  # of the sums that are left of each row
+        while width > 1:
+            pairs = [vectors[i : i + 2] for i in range(0, len(vectors), 2)]
+            vectors = []
+            for pair in pairs:
+                count = len(pair) * pair[0].type.count
+                even, odd = (
+                    ir.Constant(ir.VectorType(_I32, count // 2), list(range(side, count, 2))) for side in (0, 1)
+                )
+                vectors.append(
+                    self.builder.fadd(*(self.builder.shuffle_vector(pair[0], pair[-1], side) for side in (even, odd)))
+                )
+            width //= 2
+        places = [(vector, lane) for vector in vectors for lane in range(vector.type.count)]
+        return [self.builder.extract_element(vector, ir.Constant(_I32, lane)) for vector, lane in places]
+
     def add_product(self, slot: Any, a: Any, b: Any) -> None:
         product = self.builder.fmul(a, b, flags=_FUSED)
         self.builder.store(self.builder.fadd(self.builder.load(slot), product, flags=_FUSED), slot)
@@ -293,25 +328,39 @@ def dot_rows(rows: int, ways: int) -> Any:
             for slot in tile.sums.values():
                 builder.store(zero, slot)
             starts = [builder.mul(builder.add(row, ir.Constant(_I64, r)), depth) for r in range(rows)]
+            lanes, one, zero_index = ir.Constant(_I64, tile.lanes), ir.Constant(_I64, 1), ir.Constant(_I64, 0)
             step = ir.Constant(_I64, ways * tile.lanes)
-            whole = builder.mul(builder.sdiv(depth, step), step)
-            with cgutils.for_range_slice(builder, ir.Constant(_I64, 0), whole, step) as (k, _):
+            by_step = builder.mul(builder.sdiv(depth, step), step)
+            whole = builder.mul(builder.sdiv(depth, lanes), lanes)
+            with cgutils.for_range_slice(builder, zero_index, by_step, step) as (k, _):
                 states = {q: tile.load(x, builder.add(first, k), q) for q in tile.lane_groups}
                 for (r, _, q), slot in tile.sums.items():
                     tile.add_product(slot, tile.load_wide(stored, weight, builder.add(starts[r], k), q), states[q])
-            for r in range(rows):
-                parts = [builder.load(tile.sums[r, 0, q]) for q in tile.lane_groups]
-                joined = parts[0]
-                for part in parts[1:]:
-                    joined = builder.fadd(joined, part)
-                total = builder.extract_element(joined, ir.Constant(_I32, 0))
-                for lane in range(1, tile.lanes):
-                    total = builder.fadd(total, builder.extract_element(joined, ir.Constant(_I32, lane)))
-                slot = cgutils.alloca_once_value(builder, total)
-                with cgutils.for_range_slice(builder, whole, depth, ir.Constant(_I64, 1)) as (k, _):
-                    left = tile.number(stored, weight, builder.add(starts[r], k))
-                    tile.add_product(slot, left, builder.load(tile.place(x, builder.add(first, k))))
-                builder.store(builder.load(slot), tile.place(out, builder.add(place, ir.Constant(_I64, r))))
+            with cgutils.for_range_slice(builder, by_step, whole, lanes) as (k, _):
+                state = tile.load(x, builder.add(first, k), 0)
+                for r in range(rows):
+                    tile.add_product(
+                        tile.sums[r, 0, 0], tile.load_wide(stored, weight, builder.add(starts[r], k), 0), state
+                    )
+            long_enough = builder.icmp_signed(">=", depth, lanes)
+            with builder.if_then(builder.and_(long_enough, builder.icmp_signed(">", depth, whole))):
+                k = builder.sub(depth, lanes)  # the last ones; those of them that are done do not count again
+                order = ir.Constant(ir.VectorType(_I64, tile.lanes), list(range(tile.lanes)))
+                fresh = builder.icmp_signed(">=", builder.add(tile.all_lanes(k), order), tile.all_lanes(whole))
+                state = tile.load(x, builder.add(first, k), 0)
+                for r in range(rows):
+                    product = builder.fmul(tile.load_wide(stored, weight, builder.add(starts[r], k), 0), state)
+                    slot = tile.sums[r, 0, 0]
+                    builder.store(builder.fadd(builder.load(slot), builder.select(fresh, product, zero)), slot)
+            totals = tile.lane_sums([[builder.load(tile.sums[r, 0, q]) for q in tile.lane_groups] for r in range(rows)])
+            for r, total in enumerate(totals):
+                builder.store(total, tile.place(out, builder.add(place, ir.Constant(_I64, r))))
+            with builder.if_then(builder.not_(long_enough)):
+                for r in range(rows):
+                    slot = tile.place(out, builder.add(place, ir.Constant(_I64, r)))
+                    with cgutils.for_range_slice(builder, whole, depth, one) as (k, _):
+                        left = tile.number(stored, weight, builder.add(starts[r], k))
+                        tile.add_product(slot, left, builder.load(tile.place(x, builder.add(first, k))))
             return context.get_dummy_value()
 
         return signature, generate
