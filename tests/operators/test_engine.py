@@ -210,7 +210,9 @@ def test_weights_of_16_bits_are_used_where_they_lie(dtype, batch):
         expected = copy.deepcopy(dense_chain).double()(x.double())
         y = blocks(x)
         assert y.dtype == dtype
-        assert torch.equal(y, expected.to(dtype)) or (y - expected).abs().max() <= torch.finfo(dtype).eps * y.abs().max()
+        assert (
+            torch.equal(y, expected.to(dtype)) or (y - expected).abs().max() <= torch.finfo(dtype).eps * y.abs().max()
+        )
         assert blocks._plan.dtype == dtype
         held = [stage.weights for stage in blocks._plan._arrays if hasattr(stage, "weights")]
         assert all(array.itemsize == 2 for arrays in held for array in arrays)

@@ -4,6 +4,7 @@ import networkx as nx
 import numpy as np
 import pytest
 import scipy.sparse
+import scipy.sparse.csgraph
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -352,7 +353,7 @@ def test_a_set_that_most_rows_are_in(dtype, columns):
     found = cx.decompose(tensor, threshold=limits)
     mask = tensor.double().numpy() >= limits
     n = sum(mask.shape)
-    edges = np.argwhere(mask) + [0, 400]
+    edges = np.argwhere(mask) + np.array([0, 400])
     graph = scipy.sparse.coo_array((np.ones(len(edges)), edges.T), shape=(n, n))
     count, labels = scipy.sparse.csgraph.connected_components(graph, directed=False)
     assert found.n_blocks + len(found.dormant_rows) + len(found.dormant_cols) == count

@@ -178,9 +178,7 @@ class Plan:
         self._hooks = [hooks for part in parts[1:] for hooks in (part._forward_hooks, part._forward_pre_hooks)]
         self._modes = [(part, part.training) for part in parts if isinstance(part, nn.Dropout)]
         self.macs = sum(stage.macs for stage in stages)
-        self.dtype = (
-            next((t.dtype for t in self._tensors if t.is_floating_point()), None) if self.macs else None
-        )
+        self.dtype = next((t.dtype for t in self._tensors if t.is_floating_point()), None) if self.macs else None
         self.line = _LINE // max((self.dtype or torch.float32).itemsize, 4)  # numbers
         self.width = max([inputs, *(stage.rows for stage in stages)])
         stage_table, stack_table = _tables(stages)

@@ -2,8 +2,8 @@
 
 All are written as LLVM instructions, which LLVM lowers to whatever the processor has: AVX, NEON, …
 
-Weights of 16 bits come as integers, as numba knows no such numbers: unsigned ones are bfloat16, signed ones float16. They
-become float32 in registers.
+Weights of 16 bits come as integers, as numba knows no such numbers: unsigned ones are bfloat16, signed ones float16.
+They become float32 in registers.
 """
 
 # mypy: disable-error-code="untyped-decorator"
@@ -308,8 +308,8 @@ def shifted_product(rows: int, vectors: int) -> Any:
 def dot_rows(rows: int, ways: int) -> Any:
     """Compiled f(weight, row, x, first, out, place): out[place + i] = weight[row + i] · x[first:], for `rows` i.
 
-    weight is a matrix, x and out are vectors, all C-contiguous and of one dtype; the weight may be of 16 bits. ways: vectors of each row at a time;
-    rows × ways sums hide the latency of a sum.
+    weight is a matrix, x and out are vectors, all C-contiguous and of one dtype; the weight may be of 16 bits. ways:
+    vectors of each row at a time; rows × ways sums hide the latency of a sum.
     """
 
     @intrinsic
