@@ -1,9 +1,9 @@
 """Speed of the parts in two source trees, which take turns within one run, on 1 and 2 threads.
 
 `python -m benchmarks speed --before FOLDER [--only PART …]`: FOLDER is a checkout of another commit, "after" is this
-one. A process for each tree holds the same networks and matrices; both are asked in turn for their fastest call, together
-with what they are compared with (the dense network, one read of the matrix, scipy), and the best of all turns counts.
-One thread is timed by the processor time it took, which other work on the machine does not count in; two by the clock.
+one. A process for each tree holds the same networks and matrices; both are asked in turn for their fastest call,
+together with what they are compared with (the dense network, one read of the matrix, scipy), and the best of all turns
+counts. One thread is timed by the processor time it took, which leaves out other work on the machine; two by the clock.
 """
 
 from __future__ import annotations

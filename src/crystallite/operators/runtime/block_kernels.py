@@ -21,16 +21,15 @@ from typing import Any
 
 import numpy as np
 from numba import njit
-from numba.extending import overload
 
 from crystallite.operators.runtime.functions import erf, sigmoid, tanh
 from crystallite.operators.runtime.instructions import (
     copy_line,
-    copy_numbers,
     dot_rows,
     line_product,
     transpose_tile,
 )
+from crystallite.operators.runtime.wide_numbers import wide_rows, wide_vector
 from crystallite.operators.runtime.work_sharing import array_at, claim, finish, member, wait
 from crystallite.operators.runtime.work_sharing import part as _part
 
@@ -138,64 +137,28 @@ def _activate(numbers, activation):
             numbers[i] = sigmoid(numbers[i])
 
 
-def _wide(weight: Any, row: int, count: int, buffer: Any) -> Any:
-    """A matrix and where some rows of the weight begin in it: itself, or a buffer of wider numbers that they fill."""
-    raise NotImplementedError("compiled code only")
-
-
-@overload(_wide)
-def _wide_rows(weight, row, count, buffer):
-    if weight.dtype == buffer.dtype:
-        return lambda weight, row, count, buffer: (weight, row)
-
-    def widened(weight, row, count, buffer):
-        depth = weight.shape[1]
-        copy_numbers(weight.reshape(-1), row * depth, count * depth, buffer.dtype.type(0), buffer.reshape(-1), 0)
-        return buffer, 0
-
-    return widened
-
-
-def _wide_vector(numbers: Any, like: Any) -> Any:
-    """A vector as numbers of the kind of `like`, itself or a copy."""
-    raise NotImplementedError("compiled code only")
-
-
-@overload(_wide_vector)
-def _wide_vector_of(numbers, like):
-    if numbers.dtype == like.dtype:
-        return lambda numbers, like: numbers
-
-    def widened(numbers, like):
-        wide = np.empty(len(numbers), like.dtype)
-        copy_numbers(numbers, 0, len(numbers), like.dtype.type(0), wide, 0)
-        return wide
-
-    return widened
-
-
 @_part
 def _tiles(weight, low, high, bias, relu, lines, first, out, place, buffer):
     """Rows [low, high) of one block; row 0 would be written to `place`. A few rows of weights serve all panels."""
     row = low
     while row < high:
         if row + 6 <= high and row + 8 != high:
-            some, begin = _wide(weight, row, 6, buffer)
+            some, begin = wide_rows(weight, row, 6, buffer)
             for p in range(len(out)):
                 _lines6(some, begin, bias, relu, lines, p, first, out, place + row)
             row += 6
         elif row + 4 <= high:
-            some, begin = _wide(weight, row, 4, buffer)
+            some, begin = wide_rows(weight, row, 4, buffer)
             for p in range(len(out)):
                 _lines4(some, begin, bias, relu, lines, p, first, out, place + row)
             row += 4
         elif row + 2 <= high:
-            some, begin = _wide(weight, row, 2, buffer)
+            some, begin = wide_rows(weight, row, 2, buffer)
             for p in range(len(out)):
                 _lines2(some, begin, bias, relu, lines, p, first, out, place + row)
             row += 2
         else:
-            some, begin = _wide(weight, row, 1, buffer)
+            some, begin = wide_rows(weight, row, 1, buffer)
             for p in range(len(out)):
                 _lines1(some, begin, bias, relu, lines, p, first, out, place + row)
             row += 1
@@ -275,7 +238,7 @@ def _share_of(products):
     def share(stage, stacks, part, parts, state, out, kind):
         """One of so many equal parts of a layer's multiply-adds; its weights and bias are of a kind."""
         numbers = out.reshape(-1)
-        bias = _wide_vector(array_at(stage[_BIAS], stage[_N_BIAS], kind), numbers)
+        bias = wide_vector(array_at(stage[_BIAS], stage[_N_BIAS], kind), numbers)
         columns = array_at(stage[_COLUMNS], stage[_N_COLUMNS], stage)
         macs, activation = stage[_MACS], stage[_ACTIVATION]
         before = 0
@@ -394,7 +357,7 @@ def entry(number: Any, stored: Any) -> Any:
         stages = array_at(given[_STAGES], given[_N_STAGES] * 9, given).reshape(-1, 9)
         stacks = array_at(given[_STACKS], given[_N_STACKS] * 6, given).reshape(-1, 6)
         places = array_at(given[_PLACES], given[_N_PLACES], given)
-        bias = _wide_vector(array_at(given[_OUT_BIAS], given[_N_OUT_BIAS], kind), like)
+        bias = wide_vector(array_at(given[_OUT_BIAS], given[_N_OUT_BIAS], kind), like)
         samples, most, parts, group = given[_SAMPLES], given[_MOST], given[_PARTS], given[_GROUP]
         features, outputs = given[_FEATURES], given[_OUTPUTS]
         x = array_at(given[_X], samples * features, like).reshape(samples, features)

@@ -1,9 +1,6 @@
 """Things numba does not make of Python: sums kept in registers, lines copied and transposed.
 
 All are written as LLVM instructions, which LLVM lowers to whatever the processor has: AVX, NEON, …
-
-Weights of 16 bits come as integers, as numba knows no such numbers: unsigned ones are bfloat16, signed ones float16.
-They become float32 in registers.
 """
 
 # mypy: disable-error-code="untyped-decorator"
@@ -18,7 +15,7 @@ from numba.core import cgutils
 from numba.core.errors import TypingError
 from numba.extending import intrinsic
 
-from crystallite.core.index_checks import check_span
+from crystallite.operators.runtime.tile import PANEL, Tile
 
 __all__ = [
     "PANEL",
@@ -31,112 +28,7 @@ __all__ = [
     "transpose_tile",
 ]
 
-PANEL = 16
-"""Weights lie in panels, (panels, depth, 16): 16 neighbouring outputs fill a cache line, a panel is read in order."""
-
-_I16, _I32, _I64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
-_FUSED = ["contract"]  # a product and a sum may become one instruction
-
-
-class _Tile:
-    """rows × panels × width sums in vector registers of 256 bits."""
-
-    def __init__(self, context: Any, builder: Any, dtype: Any, rows: int, panels: int, width: int = PANEL):
-        self.context, self.builder = context, builder
-        self.alignment, self.lanes = dtype.bitwidth // 8, 256 // dtype.bitwidth
-        self.vector = ir.VectorType(context.get_value_type(dtype), self.lanes)
-        self.lane_groups = range(0, width, self.lanes)
-        keys = [(r, p, q) for r in range(rows) for p in range(panels) for q in self.lane_groups]
-        # stack slots become registers, as nothing else reaches them
-        self.sums = {key: cgutils.alloca_once(builder, self.vector) for key in keys}
-
-    def _pointer(self, array: Any, offset: Any, lane: int) -> Any:
-        first = self.builder.add(offset, ir.Constant(_I64, lane))
-        check_span(self.context, self.builder, array, first, self.lanes)
-        return self.builder.bitcast(self.builder.gep(array.data, [first]), self.vector.as_pointer())
-
-    def load(self, array: Any, offset: Any, lane: int) -> Any:
-        return self.builder.load(self._pointer(array, offset, lane), align=self.alignment)
-
-    def load_wide(self, dtype: Any, array: Any, offset: Any, lane: int) -> Any:
-        """The same from an array of the tile's numbers or of 16 bits, of which dtype says which they are."""
-        if not isinstance(dtype, types.Integer):
-            return self.load(array, offset, lane)
-        first = self.builder.add(offset, ir.Constant(_I64, lane))
-        check_span(self.context, self.builder, array, first, self.lanes)
-        halves = ir.VectorType(_I16, self.lanes)
-        pointer = self.builder.bitcast(self.builder.gep(array.data, [first]), halves.as_pointer())
-        return self._widened(dtype, self.builder.load(pointer, align=2), lambda kind: ir.VectorType(kind, self.lanes))
-
-    def number(self, dtype: Any, array: Any, offset: Any) -> Any:
-        """One number of such an array."""
-        value = self.builder.load(self.place(array, offset))
-        return self._widened(dtype, value, lambda kind: kind) if isinstance(dtype, types.Integer) else value
-
-    def _widened(self, dtype: Any, bits: Any, shaped: Any) -> Any:
-        """float32 of 16 bits."""
-        if dtype.signed:
-            return self.builder.fpext(self.builder.bitcast(bits, shaped(ir.HalfType())), shaped(ir.FloatType()))
-        wide, sixteen = self.builder.zext(bits, shaped(_I32)), ir.Constant(_I32, 16)
-        shift = sixteen if wide.type == _I32 else ir.Constant(wide.type, [sixteen] * self.lanes)
-        return self.builder.bitcast(self.builder.shl(wide, shift), shaped(ir.FloatType()))
-
-    def store(self, value: Any, array: Any, offset: Any, lane: int) -> None:
-        self.builder.store(value, self._pointer(array, offset, lane), align=self.alignment)
-
-    def place(self, array: Any, offset: Any) -> Any:
-        """Where one number of an array lies."""
-        check_span(self.context, self.builder, array, offset, 1)
-        return self.builder.gep(array.data, [offset])
-
-    def splat(self, array: Any, offset: Any) -> Any:
-        """One number of an array in every lane."""
-        return self.repeated(self.builder.load(self.place(array, offset)))
-
-    def repeated(self, scalar: Any) -> Any:
-        undefined = ir.Constant(self.vector, ir.Undefined)
-        first = self.builder.insert_element(undefined, scalar, ir.Constant(_I32, 0))
-        zeros = ir.Constant(ir.VectorType(_I32, self.lanes), [0] * self.lanes)
-        return self.builder.shuffle_vector(first, undefined, zeros)
-
-    def all_lanes(self, index: Any) -> Any:
-        """An index in every lane."""
-        undefined = ir.Constant(ir.VectorType(_I64, self.lanes), ir.Undefined)
-        first = self.builder.insert_element(undefined, index, ir.Constant(_I32, 0))
-        return self.builder.shuffle_vector(
-            first, undefined, ir.Constant(ir.VectorType(_I32, self.lanes), [0] * self.lanes)
-        )
-
-    def lane_sums(self, rows: list[list[Any]]) -> list[Any]:
-        """The sum of the lanes of each row's vectors: neighbours first, of two rows in one instruction.
-
-        Which rows are summed together does not change the order of a row's additions.
-        """
-        vectors = []
-        for parts in rows:
-            joined = parts[0]
-            for part in parts[1:]:
-                joined = self.builder.fadd(joined, part)
-            vectors.append(joined)
-        width = self.lanes  # of the sums that are left of each row
-        while width > 1:
-            pairs = [vectors[i : i + 2] for i in range(0, len(vectors), 2)]
-            vectors = []
-            for pair in pairs:
-                count = len(pair) * pair[0].type.count
-                even, odd = (
-                    ir.Constant(ir.VectorType(_I32, count // 2), list(range(side, count, 2))) for side in (0, 1)
-                )
-                vectors.append(
-                    self.builder.fadd(*(self.builder.shuffle_vector(pair[0], pair[-1], side) for side in (even, odd)))
-                )
-            width //= 2
-        places = [(vector, lane) for vector in vectors for lane in range(vector.type.count)]
-        return [self.builder.extract_element(vector, ir.Constant(_I32, lane)) for vector, lane in places]
-
-    def add_product(self, slot: Any, a: Any, b: Any) -> None:
-        product = self.builder.fmul(a, b, flags=_FUSED)
-        self.builder.store(self.builder.fadd(self.builder.load(slot), product, flags=_FUSED), slot)
+_I32, _I64 = ir.IntType(32), ir.IntType(64)
 
 
 def tile_product(rows: int, panels: int) -> Any:
@@ -175,7 +67,7 @@ def tile_product(rows: int, panels: int) -> Any:
             out_rows = multiples(row, rows, out_width, zero)
             start_stride = builder.select(one_start, zero, start_width)
             starts = multiples(row, rows, start_stride, zero)
-            tile = _Tile(context, builder, sig.args[1].dtype, rows, panels)
+            tile = Tile(context, builder, sig.args[1].dtype, rows, panels)
             for (r, p, q), slot in tile.sums.items():
                 builder.store(tile.load(start_array, builder.add(starts[r], columns[p]), q), slot)
             with cgutils.for_range(builder, depth) as loop:
@@ -220,7 +112,7 @@ def line_product(rows: int) -> Any:
             shapes = [cgutils.unpack_tuple(builder, array.shape) for array in arrays]
             (_, depth), (biases,), (_, features, _), (_, written, _) = shapes
             numbers = 512 // sig.args[0].dtype.bitwidth
-            tile = _Tile(context, builder, sig.args[0].dtype, rows, 1, numbers)
+            tile = Tile(context, builder, sig.args[0].dtype, rows, 1, numbers)
             width = ir.Constant(_I64, numbers)
 
             def line(height: Any, feature: Any) -> Any:
@@ -283,7 +175,7 @@ def shifted_product(rows: int, vectors: int) -> Any:
             _, depth = cgutils.unpack_tuple(builder, weight.shape)
             _, written = cgutils.unpack_tuple(builder, out.shape)
             dtype = sig.args[0].dtype
-            tile = _Tile(context, builder, dtype, rows, 1, vectors * 256 // dtype.bitwidth)
+            tile = Tile(context, builder, dtype, rows, 1, vectors * 256 // dtype.bitwidth)
             zero = ir.Constant(tile.vector, [0.0] * tile.lanes)
             for slot in tile.sums.values():
                 builder.store(zero, slot)
@@ -323,7 +215,7 @@ def dot_rows(rows: int, ways: int) -> Any:
             weight, x, out = (context.make_array(sig.args[i])(context, builder, args[i]) for i in (0, 2, 4))
             _, depth = cgutils.unpack_tuple(builder, weight.shape)
             stored, dtype = sig.args[0].dtype, sig.args[2].dtype
-            tile = _Tile(context, builder, dtype, rows, 1, ways * 256 // dtype.bitwidth)
+            tile = Tile(context, builder, dtype, rows, 1, ways * 256 // dtype.bitwidth)
             zero = ir.Constant(tile.vector, [0.0] * tile.lanes)
             for slot in tile.sums.values():
                 builder.store(zero, slot)
@@ -378,7 +270,7 @@ def copy_line(_typing: Any, source: Any, line: Any, add: Any, target: Any, place
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         source, target = (context.make_array(sig.args[i])(context, builder, args[i]) for i in (0, 3))
         width = 512 // sig.args[0].dtype.bitwidth
-        tile = _Tile(context, builder, sig.args[0].dtype, 0, 0, width)
+        tile = Tile(context, builder, sig.args[0].dtype, 0, 0, width)
         begin, into = (builder.mul(args[i], ir.Constant(_I64, width)) for i in (1, 4))
         add = tile.repeated(args[2])
         for q in tile.lane_groups:
@@ -402,7 +294,7 @@ def copy_numbers(_typing: Any, source: Any, start: Any, count: Any, add: Any, ta
         _, start, count, add, _, into = args
         source, target = (context.make_array(sig.args[i])(context, builder, args[i]) for i in (0, 4))
         stored = sig.args[0].dtype
-        tile = _Tile(context, builder, sig.args[4].dtype, 0, 0)
+        tile = Tile(context, builder, sig.args[4].dtype, 0, 0)
         lanes, one, zero = ir.Constant(_I64, tile.lanes), ir.Constant(_I64, 1), ir.Constant(_I64, 0)
         whole = builder.mul(builder.sdiv(count, lanes), lanes)
         everywhere = tile.repeated(add)
@@ -430,7 +322,7 @@ def transpose_tile(_typing: Any, source: Any, start: Any, stride: Any, target: A
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         _, start, stride, _, into, step = args
         source, target = (context.make_array(sig.args[i])(context, builder, args[i]) for i in (0, 3))
-        tile = _Tile(context, builder, sig.args[0].dtype, 0, 0)
+        tile = Tile(context, builder, sig.args[0].dtype, 0, 0)
         lanes = tile.lanes
         low = [lane // 2 + lane % 2 * lanes for lane in range(lanes)]  # one number from each in turn, from the first on
         masks = [ir.Constant(ir.VectorType(_I32, lanes), [lane + h for lane in low]) for h in (0, lanes // 2)]
