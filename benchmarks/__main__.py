@@ -4,7 +4,7 @@ import sys
 from functools import partial
 from itertools import takewhile
 
-from benchmarks import anneal, decoders, decompose, fitted, modularity, operators, recurrent, scale, serving
+from benchmarks import anneal, decoders, decompose, fitted, modularity, operators, recurrent, scale, serving, speed
 
 PARTS = {part.__name__.rpartition(".")[2]: part.main for part in (decompose, anneal, operators, recurrent, scale)}
 WITH_OPTIONS = {
@@ -12,8 +12,9 @@ WITH_OPTIONS = {
     "fitted": fitted.main,
     "modularity": modularity.main,
     "serving": serving.main,
+    "speed": speed.main,
 }
-ONLY_WHEN_NAMED = {"scale", "decoders", "fitted", "modularity", "serving"}
+ONLY_WHEN_NAMED = {"scale", "decoders", "fitted", "modularity", "serving", "speed"}
 
 named = list(takewhile(lambda argument: not argument.startswith("-"), sys.argv[1:]))
 PARTS |= {name: partial(main, sys.argv[1 + len(named) :]) for name, main in WITH_OPTIONS.items()}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import tempfile
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -14,16 +16,26 @@ from benchmarks.timing import interleaved, show, store
 SHAPE = (4096, 16384)
 
 
+def partly_trained(dtype: torch.dtype) -> tuple[torch.Tensor, cx.nulls.Uniform]:
+    """A matrix of uniform noise with a trained corner, and the distribution of the noise."""
+    torch.manual_seed(0)
+    bound = 1 / SHAPE[1] ** 0.5
+    w = torch.empty(SHAPE).uniform_(-bound, bound)
+    w[:400, :1600] += torch.randn(400, 1600) * bound  # some of it was trained
+    return w.to(dtype), cx.nulls.Uniform(bound)
+
+
+def with_blocks(w: torch.Tensor, **options: Any) -> cx.BipartiteStructure:
+    """The blocks of what `anneal` keeps."""
+    a = cx.anneal(w, **options)
+    return cx.decompose(w, threshold=a.threshold if a.column_thresholds is None else a.column_thresholds)
+
+
 def matrices() -> list[dict]:
     """anneal + decompose of one matrix, as multiples of one torch.sum over it."""
     rows = []
     for dtype in (torch.float32, torch.bfloat16):
-        torch.manual_seed(0)
-        bound = 1 / SHAPE[1] ** 0.5
-        w = torch.empty(SHAPE).uniform_(-bound, bound)
-        w[:400, :1600] += torch.randn(400, 1600) * bound  # some of it was trained
-        w = w.to(dtype)
-        null = cx.nulls.Uniform(bound)
+        w, null = partly_trained(dtype)
         cases = {
             "neyman, known null": {"null": null, "rule": "neyman"},
             "neyman, null chosen": {"rule": "neyman"},
@@ -31,14 +43,8 @@ def matrices() -> list[dict]:
             "both tests, null chosen": {},
             "neyman + Holm, known null": {"null": null, "rule": "neyman", "correction": "holm"},
         }
-
-        def run(w=w, **options):
-            a = cx.anneal(w, **options)
-            limit = a.threshold if a.column_thresholds is None else a.column_thresholds
-            return cx.decompose(w, threshold=limit)
-
         calls = {"read": lambda w=w: torch.sum(w)}
-        calls |= {name: lambda options=options, run=run: run(**options) for name, options in cases.items()}
+        calls |= {name: partial(with_blocks, w, **options) for name, options in cases.items()}
         for call in calls.values():
             call()
         best = interleaved(calls, repeats=9)

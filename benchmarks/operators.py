@@ -177,15 +177,20 @@ def feed_forward() -> Iterator[dict]:
         yield from compare(task, dense, vectors(768), batches=(1, 16, 128, 1024), k=k)
 
 
+def two_convolutions(channels: int, k: int) -> nn.Sequential:
+    """conv–norm–ReLU–conv with shared partitions of k blocks."""
+    rng = np.random.default_rng(0)
+    labels = [equal(rng, channels, k) for _ in range(3)]
+    convs = [nn.Conv2d(channels, channels, 3, padding=1, bias=False) for _ in range(2)]
+    for conv, (cols, rows) in zip(convs, itertools.pairwise(labels), strict=True):
+        mask_(conv, rows, cols)
+    return nn.Sequential(convs[0], nn.BatchNorm2d(channels), nn.ReLU(), convs[1]).eval()
+
+
 def convolutions() -> Iterator[dict]:
     """(f) conv–norm–ReLU–conv with shared partitions."""
     for (channels, size), k in itertools.product(((64, 56), (128, 28), (256, 14), (512, 7)), BLOCKS):
-        rng = np.random.default_rng(0)
-        labels = [equal(rng, channels, k) for _ in range(3)]
-        convs = [nn.Conv2d(channels, channels, 3, padding=1, bias=False) for _ in range(2)]
-        for conv, (cols, rows) in zip(convs, itertools.pairwise(labels), strict=True):
-            mask_(conv, rows, cols)
-        dense = nn.Sequential(convs[0], nn.BatchNorm2d(channels), nn.ReLU(), convs[1]).eval()
+        dense = two_convolutions(channels, k)
         yield from compare(
             f"{channels} channels {size}²", dense, lambda b, c=channels, s=size: torch.randn(b, c, s, s), (1, 8), k=k
         )

@@ -197,3 +197,35 @@ def test_many_callers_at_once():
             caller.join()
     assert not wrong
     assert np.isfinite(expected.numpy()).all()
+
+
+@pytest.mark.parametrize("batch", [1, 3, 20])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weights_of_16_bits_are_used_where_they_lie(dtype, batch):
+    """Sums are those of float32: nothing is rounded to 16 bits but the outputs, and no wider copy is held."""
+    torch.manual_seed(0)
+    x = torch.randn(batch, 24).to(dtype)
+    dense_chain, blocks = (module.to(dtype) for module in chain())
+    with torch.no_grad():
+        expected = copy.deepcopy(dense_chain).double()(x.double())
+        y = blocks(x)
+        assert y.dtype == dtype
+        assert (
+            torch.equal(y, expected.to(dtype)) or (y - expected).abs().max() <= torch.finfo(dtype).eps * y.abs().max()
+        )
+        assert blocks._plan.dtype == dtype
+        held = [stage.weights for stage in blocks._plan._arrays if hasattr(stage, "weights")]
+        assert all(array.itemsize == 2 for arrays in held for array in arrays)
+
+
+def test_weights_and_biases_of_16_bits_may_change_in_place():
+    net, blocks = (module.to(torch.float16) for module in layer())
+    x = torch.randn(2, 64).to(torch.float16)
+    with torch.no_grad():
+        before = blocks(x)
+        for module in (net, blocks):
+            module.bias += 1
+        assert_close(blocks(x), before + 1)
+        for stack in blocks.weights:
+            stack *= 0
+        assert_close(blocks(x), net.bias.expand(2, -1))

@@ -4,6 +4,7 @@ import networkx as nx
 import numpy as np
 import pytest
 import scipy.sparse
+import scipy.sparse.csgraph
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -333,3 +334,32 @@ def test_printing():
     assert repr(cx.decompose(paper.M18, kind="directed")) == (
         "DirectedStructure(18 nodes: 9 SCCs, largest 3; 4 weak components, 3 layers, 1 isolated)"
     )
+
+
+@pytest.mark.parametrize("columns", [False, True], ids=["one threshold", "one per column"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_set_that_most_rows_are_in(dtype, columns):
+    """Rows of the common set skip columns that are known; others, and what joins it late, must not be lost."""
+    rng = np.random.default_rng(0)
+    w = rng.uniform(0, 0.5, (400, 640))
+    common = rng.permutation(400)[:300]
+    w[common[:, None], rng.integers(0, 560, (300, 6))] = 1  # one set, and 80 columns that it never meets
+    others = np.setdiff1d(np.arange(400), common)
+    w[others[:50], 560 + np.arange(50)] = 1
+    w[others[50:60, None], [600, 601]] = 1
+    w[common[-1], 600] = 1  # the last one brings these into it
+    limits = rng.uniform(0.6, 0.9, 640) if columns else 0.75
+    tensor = torch.tensor(w).to(dtype)
+    found = cx.decompose(tensor, threshold=limits)
+    mask = tensor.double().numpy() >= limits
+    n = sum(mask.shape)
+    edges = np.argwhere(mask) + np.array([0, 400])
+    graph = scipy.sparse.coo_array((np.ones(len(edges)), edges.T), shape=(n, n))
+    count, labels = scipy.sparse.csgraph.connected_components(graph, directed=False)
+    assert found.n_blocks + len(found.dormant_rows) + len(found.dormant_cols) == count
+    both = np.concatenate([found.row_block, found.col_block])
+    for block in range(found.n_blocks):
+        assert len(np.unique(labels[both == block])) == 1
+    tensor[common[-1], 3] = float("inf")
+    with pytest.raises(cx.InvalidMatrix, match="finite"):
+        cx.decompose(tensor, threshold=limits)

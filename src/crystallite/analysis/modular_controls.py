@@ -20,11 +20,12 @@ import numpy as np
 from crystallite.annealing.distributions import Null
 from crystallite.structure.normalized_cut import WeightGraph, best_partitions
 
-__all__ = ["PRIMARY", "Control", "Sampled", "Search", "compared", "searched"]
+__all__ = ["PRIMARY", "Control", "Sampled", "Search", "compared", "searched", "without_extremes"]
 
 PRIMARY = "norms"
 _FOR_HUBS = 5  # copies that hubs are taken out of, too
 _AT_ONCE = 1 << 24  # bytes of copies that are searched together
+_ORDINARY = 0.999  # share of the entries; the others count as much as the largest of these
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Control:
 class Sampled:
     """The magnitudes between sampled neurons: an edge of a `WeightGraph`, and the nulls of the matrices they add up."""
 
-    weights: np.ndarray  # (rows, columns) float32, 1 on average
+    weights: np.ndarray  # (rows, columns) float32, about 1 on average, without extremes
     rows: int
     cols: int
     nulls: tuple[Null, ...]  # of each gate or place of a kernel; () where none is known
@@ -186,6 +187,20 @@ def _scatter(weights: np.ndarray) -> np.ndarray:
     return np.asarray(squares.sum((1, 2)) / weights.sum((1, 2)))
 
 
+def without_extremes(weights: np.ndarray) -> np.ndarray:
+    """Magnitudes of which one in a thousand, of those above 0, is cut down to the size of the next.
+
+    A single entry far beyond all others ties its two neurons together wherever it lies, which looks like a module.
+
+    >>> without_extremes(np.array([[0.0, 3.0], [2.0, 1e6]])).tolist()[0]
+    [0.0, 3.0]
+    """
+    positive = weights[weights > 0]
+    if not positive.size:
+        return weights
+    return np.minimum(weights, np.quantile(positive, _ORDINARY, method="lower")).astype(weights.dtype)
+
+
 def _shuffled(edge: Sampled, count: int, rng: np.random.Generator) -> np.ndarray:
     entries = edge.weights.ravel()
     return np.stack([rng.permutation(entries).reshape(edge.weights.shape) for _ in range(count)])
@@ -194,7 +209,7 @@ def _shuffled(edge: Sampled, count: int, rng: np.random.Generator) -> np.ndarray
 def _fresh(edge: Sampled, count: int, rng: np.random.Generator) -> np.ndarray:
     shape = (count, *edge.weights.shape)
     drawn = sum(np.abs(null.sample(shape, rng)) for null in edge.nulls)
-    return np.asarray(drawn / np.mean(drawn)).astype(np.float32)
+    return np.stack([without_extremes(copy) for copy in np.asarray(drawn / np.mean(drawn)).astype(np.float32)])
 
 
 _DRAWN: dict[str, Callable[[Sampled, int, np.random.Generator], np.ndarray]] = {

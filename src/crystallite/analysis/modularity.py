@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from crystallite.analysis.modular_controls import PRIMARY, Control, Sampled, searched
+from crystallite.analysis.modular_controls import PRIMARY, Control, Sampled, searched, without_extremes
 from crystallite.annealing.distributions import Null
 from crystallite.annealing.fitting import Empirical
 from crystallite.core.arrays import as_matrix
@@ -136,9 +136,10 @@ def modularity(
     """How modular a matrix of weights, or a chain of layers, is where no exact block exists.
 
     The normalised cut of the best k-way partition of |w|, as the edges of a bipartite graph, beside that of copies
-    without modules, which are searched in the same way. Heavy rows and columns alone are not modular: the copies that
-    decide have the same row and column sums of |w|. Others have shuffled entries, or are drawn from the null. Neither
-    the order of the neurons nor the scale of the weights changes the result.
+    without modules, which are searched in the same way. One entry in a thousand, far beyond the others or not, counts
+    as much as the next: it would tie two neurons together in any place. Heavy rows and columns alone are not modular:
+    the copies that decide have the same row and column sums of |w|. Others have shuffled entries, or are drawn from the
+    null. Neither the order of the neurons nor the scale of the weights changes the result.
 
     Cost: a few reads of the weights, and about 20 reads of the sampled ones for the weights and for each copy.
 
@@ -299,7 +300,8 @@ def _sampled(edge: WeightsBetween, chosen: list[np.ndarray], name: str) -> tuple
     mean = float(weights.mean())
     if mean == 0:
         raise InvalidMatrix(f"{name}: no weight between the neurons that were sampled; pass a larger sample")
-    return Sampled((weights / mean).astype(np.float32), edge.rows, edge.cols, edge.nulls), mean
+    relative = without_extremes((weights / mean).astype(np.float32))
+    return Sampled(relative, edge.rows, edge.cols, edge.nulls), mean
 
 
 def _extended(

@@ -43,7 +43,7 @@ def column_sums(matrix: Magnitudes, name: str = "matrix") -> np.ndarray:
     def add(rows: Rows) -> np.ndarray:
         sums = np.zeros(rows[1] - rows[0] if matrix.transposed else length)
         if matrix.format == "bfloat16" and not matrix.transposed and matrix.bits.flags.c_contiguous:
-            kernels.add_column_upper_halves(matrix.block(*rows), matrix.storage(matrix.mask), sums)
+            kernels.add_column_magnitudes(matrix.block(*rows), sums)
             return sums
         for first, last in _decodable(matrix, rows):
             if matrix.transposed:

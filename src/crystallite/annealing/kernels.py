@@ -8,13 +8,17 @@ themselves as float32 or float64. Accumulators are float64 or int64 and are adde
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic, overload
 
 from crystallite.core.parallel import compiled
 
 __all__ = [
     "add_column_magnitudes",
-    "add_column_upper_halves",
     "add_row_magnitudes",
     "band_misfit",
     "bin_by_column",
@@ -26,7 +30,8 @@ __all__ = [
     "upper_halves",
 ]
 
-_STRIP = 1024  # columns
+_STRIP = 1024  # columns whose cells are in the nearest cache
+_LONG_STRIP = 8192
 
 
 @compiled
@@ -66,53 +71,59 @@ def upper_halves(bits, mask, out):
             out[i, j] = np.uint32(bits[i, j] & mask) << np.uint32(16)
 
 
+@intrinsic
+def _upper_half(_typing, bits):
+    """The float32 whose upper half these 16 bits are."""
+
+    def generate(_context, builder, _sig, args):
+        wide = builder.zext(args[0], ir.IntType(32))
+        return builder.bitcast(builder.shl(wide, ir.Constant(wide.type, 16)), ir.FloatType())
+
+    return types.float32(types.uint16), generate
+
+
+def _magnitude(number: Any) -> Any:
+    """|number|; one of 16 bits is a bfloat16."""
+    raise NotImplementedError("compiled code only")
+
+
+@overload(_magnitude)
+def _magnitude_of(number):
+    if isinstance(number, types.Integer):
+        return lambda number: _upper_half(number & np.uint16(0x7FFF))
+    return lambda number: abs(number)
+
+
 @compiled
 def add_column_magnitudes(values, sums):
-    """sums[j] += Σ_i |values[i, j]|.
+    """sums[j] += Σ_i |values[i, j]|; values of 16 bits are patterns of bfloat16, decoded in registers.
 
-    Four rows are added in the precision of the values before they are added to the sums, which then cost a quarter of
-    the traffic; a strip of columns at a time, so that its sums stay in the nearest cache.
+    Eight rows are added in the precision of the values before they are added to the sums, which then cost a quarter of
+    the traffic; a strip of columns at a time, so that its sums stay in a near cache. Short strips would be slower:
+    memory is read ahead within a page only.
     """
     rows, cols = values.shape
-    whole = rows - rows % 4
-    for first in range(0, cols, _STRIP):
-        strip = sums[first : first + _STRIP]
+    whole = rows - rows % 8
+    for first in range(0, cols, _LONG_STRIP):
+        strip = sums[first : first + _LONG_STRIP]
         width = strip.size
-        for i in range(0, whole, 4):
+        for i in range(0, whole, 8):
             a = values[i, first : first + width]
             b = values[i + 1, first : first + width]
             c = values[i + 2, first : first + width]
             d = values[i + 3, first : first + width]
+            e = values[i + 4, first : first + width]
+            f = values[i + 5, first : first + width]
+            g = values[i + 6, first : first + width]
+            h = values[i + 7, first : first + width]
             for j in range(width):
-                strip[j] += (abs(a[j]) + abs(b[j])) + (abs(c[j]) + abs(d[j]))
+                upper = (_magnitude(a[j]) + _magnitude(b[j])) + (_magnitude(c[j]) + _magnitude(d[j]))
+                lower = (_magnitude(e[j]) + _magnitude(f[j])) + (_magnitude(g[j]) + _magnitude(h[j]))
+                strip[j] += upper + lower
         for i in range(whole, rows):
             row = values[i, first : first + width]
             for j in range(width):
-                strip[j] += abs(row[j])
-
-
-@compiled
-def add_column_upper_halves(bits, mask, sums):
-    """`add_column_magnitudes` for bfloat16 patterns, the upper halves of float32 ones; decoded in the nearest cache."""
-    rows, cols = bits.shape
-    wide = np.zeros((4, _STRIP), np.uint32)
-    numbers = wide.view(np.float32)
-    for first in range(0, cols, _STRIP):
-        strip = sums[first : first + _STRIP]
-        width = strip.size
-        for i in range(0, rows, 4):
-            taken = min(4, rows - i)
-            for k in range(4):
-                target = wide[k]
-                if k < taken:
-                    row = bits[i + k, first : first + width]
-                    for j in range(width):
-                        target[j] = np.uint32(row[j] & mask) << np.uint32(16)
-                else:
-                    target[:width] = 0
-            a, b, c, d = numbers[0], numbers[1], numbers[2], numbers[3]
-            for j in range(width):
-                strip[j] += (a[j] + b[j]) + (c[j] + d[j])
+                strip[j] += _magnitude(row[j])
 
 
 @compiled
@@ -134,31 +145,59 @@ def add_row_magnitudes(values, sums):
 
 @compiled
 def cell_of(v, start, split, split_cell, last):
-    """The cell of v: of width 1 from `start` up to `split`, and again from there, where cell `split_cell` is."""
-    cell = int(v - start) if v < split else split_cell + int(min(v - split, float(last)))
-    return min(cell, last)
+    """The cell of v: of width 1 from `start` up to `split`, and again from there, where cell `split_cell` is.
+
+    Without a branch: which side of `split` a number lies on cannot be predicted.
+    """
+    below = np.int32(min(v, split) - start)
+    above = np.int32(split_cell) + np.int32(min(max(v - split, 0.0), float(last)))
+    return min(below if v < split else above, np.int32(last))
+
+
+@compiled
+def _count(cells, used, counts):
+    """counts[0, cell] += 1 for the first so many cells, in four rows by turns: neighbours often fall into one cell."""
+    whole = used - used % 4
+    for j in range(0, whole, 4):
+        counts[0, cells[j]] += 1
+        counts[1, cells[j + 1]] += 1
+        counts[2, cells[j + 2]] += 1
+        counts[3, cells[j + 3]] += 1
+    for j in range(whole, used):
+        counts[0, cells[j]] += 1
 
 
 @compiled
 def bin_by_column(values, scales, start, split, split_cell, counts):
     """counts[cell of |value|·scale of its column] += 1, what lies beyond the last cell into it; scale 0 = leave out."""
-    last = counts.size - 1
-    for i in range(values.shape[0]):
-        row = values[i]
-        for j in range(row.size):
-            if scales[j] > 0:
-                counts[cell_of(abs(row[j]) * scales[j], start, split, split_cell, last)] += 1
+    last = np.int32(counts.size - 1)
+    cells = np.empty(_STRIP, np.int32)
+    found = np.zeros((4, counts.size + 1), np.int64)  # the last for what is left out
+    for first in range(0, values.shape[1], _STRIP):
+        scale = scales[first : first + _STRIP]
+        for i in range(values.shape[0]):
+            row = values[i, first : first + _STRIP]
+            for j in range(scale.size):
+                cell = cell_of(abs(row[j]) * scale[j], start, split, split_cell, last)
+                cells[j] = cell if scale[j] > 0 else last + np.int32(1)
+            _count(cells, scale.size, found)
+    counts += found.sum(0)[:-1]
 
 
 @compiled
 def bin_by_row(values, scales, start, split, split_cell, counts):
     """`bin_by_column` with one scale per row."""
-    last = counts.size - 1
+    last = np.int32(counts.size - 1)
+    cells = np.empty(_STRIP, np.int32)
+    found = np.zeros((4, counts.size), np.int64)
     for i in range(values.shape[0]):
-        row = values[i]
         if scales[i] > 0:
-            for j in range(row.size):
-                counts[cell_of(abs(row[j]) * scales[i], start, split, split_cell, last)] += 1
+            for first in range(0, values.shape[1], _STRIP):
+                row = values[i, first : first + _STRIP]
+                for j in range(row.size):
+                    cells[j] = cell_of(abs(row[j]) * scales[i], start, split, split_cell, last)
+                _count(cells, row.size, found)
+    counts += found.sum(0)
 
 
 @compiled

@@ -157,7 +157,7 @@ class BlockChain(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if x.shape[-1] != self.in_features:
             raise InvalidMatrix(f"expected {self.in_features} input features, got shape {tuple(x.shape)}")
-        if can_run_compiled(x, self):
+        if can_run_compiled(x, self, halves=True):
             plan = self._plan if self._plan.valid() else self._planned(x)
             if plan.dtype == x.dtype:
                 return run(plan, x)

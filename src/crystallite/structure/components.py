@@ -45,9 +45,15 @@ def column_components(
     mask, limit, infinity = kernel_arguments(matrix, threshold)
     anchor = np.full(rows, -1, np.int32)
     forests = np.full((thread_count(matrix), cols), -1, np.int32)
+    common = np.tile(np.array([-1, 0], np.int32), (len(forests), 1))
+    limits = np.empty((len(forests), cols), matrix.storage)
+    floors = np.empty((len(forests), cols // 64), matrix.storage)
 
     def link(thread: int, first_row: int, block: np.ndarray) -> None:
-        bad = kernels.link_columns(block, first_row, mask, limit, infinity, anchor, forests[thread])
+        bad = kernels.link_columns(
+            block, first_row, mask, limit, infinity, anchor, forests[thread], common[thread], limits[thread],
+            floors[thread],
+        )  # fmt: skip
         refuse_non_finite(matrix, bad, name)
 
     over_rows(matrix, link)

@@ -20,7 +20,7 @@ from numba import njit, types
 from numba.extending import overload
 
 from crystallite.core.parallel import compiled
-from crystallite.structure.lanes import LANES, bit_count, lowest_bit, surviving_lanes, unsettled_lanes
+from crystallite.structure.lanes import LANES, any_lane, bit_count, lowest_bit, surviving_lanes, unsettled_lanes
 
 __all__ = [
     "best_links",
@@ -106,30 +106,69 @@ def _join(word, start, root, parent):
     return root
 
 
+@inlined
+def _settle(word, start, infinity, limits, floor):
+    """Put the columns of a word out of reach, and say what the others of the 64 begin at."""
+    while word:
+        limits[start + lowest_bit(word)] = infinity
+        word &= word - _ONE
+    least = infinity
+    for column in range(start, start + LANES):
+        least = min(least, limits[column])
+    floor[start // LANES] = least
+
+
 @compiled
-def link_columns(block, first_row, mask, threshold, infinity, anchor, parent):
+def link_columns(block, first_row, mask, threshold, infinity, anchor, parent, common, limits, floor):
     """Join the columns that survive together in a row.
 
     Rows need no nodes of their own: anchor[row] is one column of the row's set, or −1 where nothing survives.
     Columns already in the row's set are dropped 64 at a time, so that once a block has formed its survivors cost
     no more than the entries that do not survive, and the branch on what is left is well predicted.
+
+    Most rows are often in one set, the common one. Columns that are known to be in it, too, have infinity as their
+    threshold in `limits`, and floor is the smallest of each 64 of these: mostly a row of the set is compared with that
+    alone, and neither thresholds nor parents are read. common: a column of the set that most rows were in so far (−1:
+    none yet), and by how many rows (the vote of Boyer and Moore; a set begins with some, as changing it costs a row).
     """
     rows, cols = block.shape
     whole = cols - cols % LANES
     ceiling = infinity if infinity else mask
     for r in range(rows):
         row = block[r]
-        root = _NO_ROOT
+        root, home = _NO_ROOT, np.int32(-1)
+        if infinity and common[0] >= 0:
+            home = find(parent, common[0])
         for start in range(0, whole, LANES):
-            word = unsettled_lanes(row, start, mask, threshold, ceiling, parent, root)
+            if root == home:
+                if not any_lane(row, start, mask, floor[start // LANES]):
+                    continue
+                word = surviving_lanes(row, start, mask, limits)
+            else:
+                word = unsettled_lanes(row, start, mask, threshold, ceiling, parent, root)
             if word:
-                if infinity and surviving_lanes(row, start, mask, infinity):
+                if infinity and any_lane(row, start, mask, infinity):
                     return first_row + r
                 root = _join(word, start, root, parent)
+                if home >= 0:
+                    home = find(parent, common[0])
+                    if root == home:
+                        _settle(word, start, infinity, limits, floor)
         root = _join(_last_word(row, whole, mask, threshold), whole, root, parent)
         if _any_non_finite(row, whole, mask, infinity):
             return first_row + r
-        anchor[first_row + r] = max(root, np.int32(-1))
+        if root < 0:
+            continue
+        anchor[first_row + r] = root
+        if home >= 0 and find(parent, common[0]) == root:
+            common[1] += 1
+        elif common[1] > 0:
+            common[1] -= 1
+        else:
+            common[0], common[1] = root, LANES
+            limits[:] = threshold
+            for start in range(0, whole, LANES):
+                _settle(np.uint64(0), start, infinity, limits, floor)
     return -1
 
 

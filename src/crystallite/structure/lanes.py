@@ -15,7 +15,7 @@ from numba.extending import intrinsic
 
 from crystallite.core.index_checks import check_span
 
-__all__ = ["LANES", "bit_count", "lowest_bit", "surviving_lanes", "unsettled_lanes"]
+__all__ = ["LANES", "any_lane", "bit_count", "lowest_bit", "surviving_lanes", "unsettled_lanes"]
 
 LANES = 64
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
@@ -58,13 +58,20 @@ class _Group:
 
 def _word(context: Any, builder: Any, array_type: Any, start: Any, condition: Callable[[_Group], Any]) -> Any:
     """The 64 bits of a condition on the lanes from `start` on."""
-    size = max(8, 256 // array_type.dtype.bitwidth)
     word = ir.Constant(_I64, 0)
-    for first in range(0, LANES, size):
-        group = _Group(context, builder, size, builder.add(start, ir.Constant(start.type, first)))
-        bits = builder.zext(builder.bitcast(condition(group), ir.IntType(size)), _I64)
+    for first, group in _groups(context, builder, array_type, start):
+        bits = builder.zext(builder.bitcast(condition(group), ir.IntType(group.size)), _I64)
         word = builder.or_(word, builder.shl(bits, ir.Constant(_I64, first)))
     return word
+
+
+def _groups(context: Any, builder: Any, array_type: Any, start: Any) -> list[tuple[int, _Group]]:
+    """The 64 lanes from `start` on, each group with the number of its first one."""
+    size = max(8, 256 // array_type.dtype.bitwidth)
+    return [
+        (first, _Group(context, builder, size, builder.add(start, ir.Constant(start.type, first))))
+        for first in range(0, LANES, size)
+    ]
 
 
 def _limit_type(row: Any, threshold: Any) -> Any:
@@ -92,6 +99,24 @@ def surviving_lanes(_typing: Any, row: Any, start: Any, mask: Any, threshold: An
             return group.at_least(entries, sig.args[3], limit, sig.args[2].signed)
 
         return _word(context, builder, sig.args[0], first, survives)
+
+    return signature, generate
+
+
+@intrinsic
+def any_lane(_typing: Any, row: Any, start: Any, mask: Any, threshold: Any) -> Any:
+    """Whether `surviving_lanes` has a bit at all, which is cheaper to know than which."""
+    signature = types.boolean(row, types.intp, _mask_type(row, mask), _limit_type(row, threshold))
+
+    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        array, first, sign_mask, limit = args
+        found = None
+        for _, group in _groups(context, builder, sig.args[0], first):
+            entries = group.magnitudes(sig.args[0], array, sign_mask)
+            passes = group.at_least(entries, sig.args[3], limit, sig.args[2].signed)
+            found = passes if found is None else builder.or_(found, passes)
+        bits = builder.bitcast(found, ir.IntType(group.size))
+        return builder.icmp_unsigned("!=", bits, ir.Constant(bits.type, 0))
 
     return signature, generate
 

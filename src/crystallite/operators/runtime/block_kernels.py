@@ -8,6 +8,8 @@ panels are independent from the first layer to the last. Few samples run row by 
 
 All layers run in one call, by a team of threads that claim parts of the work (`teamwork`). The layers are rows of a
 table `stages`, their stacks of equal blocks rows of a table `stacks`; arrays are named by their addresses.
+
+Weights and biases may be of 16 bits: a few rows at a time become float32, in the cache or in registers.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -21,7 +23,13 @@ import numpy as np
 from numba import njit
 
 from crystallite.operators.runtime.functions import erf, sigmoid, tanh
-from crystallite.operators.runtime.instructions import copy_line, dot_rows, line_product, transpose_tile
+from crystallite.operators.runtime.instructions import (
+    copy_line,
+    dot_rows,
+    line_product,
+    transpose_tile,
+)
+from crystallite.operators.runtime.wide_numbers import wide_rows, wide_vector
 from crystallite.operators.runtime.work_sharing import array_at, claim, finish, member, wait
 from crystallite.operators.runtime.work_sharing import part as _part
 
@@ -130,25 +138,29 @@ def _activate(numbers, activation):
 
 
 @_part
-def _tiles(weight, low, high, bias, relu, lines, first, out, place):
+def _tiles(weight, low, high, bias, relu, lines, first, out, place, buffer):
     """Rows [low, high) of one block; row 0 would be written to `place`. A few rows of weights serve all panels."""
     row = low
     while row < high:
         if row + 6 <= high and row + 8 != high:
+            some, begin = wide_rows(weight, row, 6, buffer)
             for p in range(len(out)):
-                _lines6(weight, row, bias, relu, lines, p, first, out, place + row)
+                _lines6(some, begin, bias, relu, lines, p, first, out, place + row)
             row += 6
         elif row + 4 <= high:
+            some, begin = wide_rows(weight, row, 4, buffer)
             for p in range(len(out)):
-                _lines4(weight, row, bias, relu, lines, p, first, out, place + row)
+                _lines4(some, begin, bias, relu, lines, p, first, out, place + row)
             row += 4
         elif row + 2 <= high:
+            some, begin = wide_rows(weight, row, 2, buffer)
             for p in range(len(out)):
-                _lines2(weight, row, bias, relu, lines, p, first, out, place + row)
+                _lines2(some, begin, bias, relu, lines, p, first, out, place + row)
             row += 2
         else:
+            some, begin = wide_rows(weight, row, 1, buffer)
             for p in range(len(out)):
-                _lines1(weight, row, bias, relu, lines, p, first, out, place + row)
+                _lines1(some, begin, bias, relu, lines, p, first, out, place + row)
             row += 1
 
 
@@ -164,6 +176,7 @@ def _panel_products(weight, low, high, bias, activation, lines, columns, first, 
     relu = activation == _RELU
     step = max(1, min(len(out), _CACHE // max(1, depth * _LINE)))
     gathered = np.empty((step if len(columns) else 0, depth, width), out.dtype)
+    buffer = np.empty((6 if weight.itemsize < out.itemsize else 0, depth), out.dtype)
     zero = out.dtype.type(0)
     for start in range(0, len(out), step):
         stop = min(start + step, len(out))
@@ -178,7 +191,7 @@ def _panel_products(weight, low, high, bias, activation, lines, columns, first, 
                             lines, p * lines.shape[1] + columns[reads + j], zero, gathered, (p - start) * depth + j
                         )
                 read, reads = gathered, 0
-            _tiles(weight[block], begin, end, bias, relu, read, reads, out[start:stop], into)
+            _tiles(weight[block], begin, end, bias, relu, read, reads, out[start:stop], into, buffer)
     if activation > _RELU:
         for p in range(len(out)):
             _activate(out[p, place + low : place + high].reshape(-1), activation)
@@ -219,13 +232,13 @@ def _row_products(weight, low, high, bias, activation, state, columns, first, ou
 
 
 def _share_of(products):
-    """Compiled f(stage, stacks, part, parts, state, out) by these products."""
+    """Compiled f(stage, stacks, part, parts, state, out, kind) by these products."""
 
     @_part
-    def share(stage, stacks, part, parts, state, out):
-        """One of so many equal parts of a layer's multiply-adds."""
+    def share(stage, stacks, part, parts, state, out, kind):
+        """One of so many equal parts of a layer's multiply-adds; its weights and bias are of a kind."""
         numbers = out.reshape(-1)
-        bias = array_at(stage[_BIAS], stage[_N_BIAS], numbers)
+        bias = wide_vector(array_at(stage[_BIAS], stage[_N_BIAS], kind), numbers)
         columns = array_at(stage[_COLUMNS], stage[_N_COLUMNS], stage)
         macs, activation = stage[_MACS], stage[_ACTIVATION]
         before = 0
@@ -236,7 +249,7 @@ def _share_of(products):
                 low = min(max((macs * part // parts - before) // depth, 0), blocks * height)
                 high = min(max((macs * (part + 1) // parts - before) // depth, 0), blocks * height)
             if low < high:
-                weight = array_at(stacks[i, _ADDRESS], blocks * height * depth, numbers).reshape(blocks, height, depth)
+                weight = array_at(stacks[i, _ADDRESS], blocks * height * depth, kind).reshape(blocks, height, depth)
                 products(weight, low, high, bias, activation, state, columns, stacks[i, _COLUMN], out, stacks[i, _ROW])
             before += blocks * height * depth
 
@@ -254,7 +267,7 @@ def _bounds(total, part, parts, unit):
 
 
 @_inlined
-def _by_rows(stages, stacks, places, bias, x, y, scratch, counters, parts):
+def _by_rows(stages, stacks, kind, places, bias, x, y, scratch, counters, parts):
     """Few samples: each layer in parts, which the team shares, and then the next."""
     samples, half = len(x), len(scratch) // 2
     state = x
@@ -263,7 +276,7 @@ def _by_rows(stages, stacks, places, bias, x, y, scratch, counters, parts):
         out = scratch[begin : begin + samples * stages[s, _ROWS]].reshape(samples, stages[s, _ROWS])
         part = claim(counters, s)
         while part < parts:
-            _row_share(stages[s], stacks, part, parts, state, out)
+            _row_share(stages[s], stacks, part, parts, state, out, kind)
             finish(counters, s)
             part = claim(counters, s)
         wait(counters, s, parts)
@@ -276,7 +289,7 @@ def _by_rows(stages, stacks, places, bias, x, y, scratch, counters, parts):
 
 
 @_inlined
-def _by_layers(stages, stacks, places, bias, x, y, scratch, counters, parts):
+def _by_layers(stages, stacks, kind, places, bias, x, y, scratch, counters, parts):
     """Few panels: each layer in parts, which the team shares, and then the next."""
     width = _LINE // scratch.itemsize
     panels, half, unit = (len(x) + width - 1) // width, len(scratch) // 2, width // 2
@@ -294,7 +307,7 @@ def _by_layers(stages, stacks, places, bias, x, y, scratch, counters, parts):
         out = scratch[begin : begin + panels * rows * width].reshape(panels, rows, width)
         part = claim(counters, s)
         while part < parts:
-            _panel_share(stages[s], stacks, part, parts, state, out)
+            _panel_share(stages[s], stacks, part, parts, state, out, kind)
             finish(counters, s)
             part = claim(counters, s)
         wait(counters, s, parts)
@@ -307,7 +320,7 @@ def _by_layers(stages, stacks, places, bias, x, y, scratch, counters, parts):
 
 
 @_inlined
-def _by_panels(stages, stacks, places, bias, x, y, most, counters, group):
+def _by_panels(stages, stacks, kind, places, bias, x, y, most, counters, group):
     """Many panels: each thread takes some of them, whose state fits into its cache, through all layers."""
     width = _LINE // x.itemsize
     panels, features = (len(x) + width - 1) // width, x.shape[1]
@@ -323,15 +336,16 @@ def _by_panels(stages, stacks, places, bias, x, y, most, counters, group):
         _to_panels(x[first:last], state, begin, end)
         for s in range(len(stages)):
             out = there[: count * stages[s, _ROWS] * width].reshape(count, stages[s, _ROWS], width)
-            _panel_share(stages[s], stacks, begin, begin + 1, state, out)
+            _panel_share(stages[s], stacks, begin, begin + 1, state, out, kind)
             state = out
             here, there = there, here
         _from_panels(state, places, bias, y[first:last], begin, y.shape[1])
         number = claim(counters, 0)
 
 
-def entry(number: Any) -> Any:
-    """The compiled function of a team's member for arrays of this kind: (address of its arguments) → nothing.
+def entry(number: Any, stored: Any) -> Any:
+    """The compiled function of a team's member for arrays of numbers of this kind, weights and biases of another:
+    (address of its arguments) → nothing.
 
     parts: into how many a layer is cut for the team; 0: members take panels through all layers. group: how many at a
     time; 0: few samples, row by row.
@@ -339,11 +353,11 @@ def entry(number: Any) -> Any:
 
     def run(arguments):
         given = array_at(arguments, _COUNTERS, np.empty(0, np.int64))
-        like = np.empty(0, number)
+        like, kind = np.empty(0, number), np.empty(0, stored)
         stages = array_at(given[_STAGES], given[_N_STAGES] * 9, given).reshape(-1, 9)
         stacks = array_at(given[_STACKS], given[_N_STACKS] * 6, given).reshape(-1, 6)
         places = array_at(given[_PLACES], given[_N_PLACES], given)
-        bias = array_at(given[_OUT_BIAS], given[_N_OUT_BIAS], like)
+        bias = wide_vector(array_at(given[_OUT_BIAS], given[_N_OUT_BIAS], kind), like)
         samples, most, parts, group = given[_SAMPLES], given[_MOST], given[_PARTS], given[_GROUP]
         features, outputs = given[_FEATURES], given[_OUTPUTS]
         x = array_at(given[_X], samples * features, like).reshape(samples, features)
@@ -351,12 +365,12 @@ def entry(number: Any) -> Any:
         counters = array_at(arguments + 8 * _COUNTERS, 2 * len(stages) + 4, given)
         width = _LINE // like.itemsize
         if parts == 0:
-            _by_panels(stages, stacks, places, bias, x, y, most, counters, group)
+            _by_panels(stages, stacks, kind, places, bias, x, y, most, counters, group)
         elif group == 0:
             scratch = array_at(given[_SCRATCH], 2 * samples * most, like)
-            _by_rows(stages, stacks, places, bias, x, y, scratch, counters, parts)
+            _by_rows(stages, stacks, kind, places, bias, x, y, scratch, counters, parts)
         else:
             scratch = array_at(given[_SCRATCH], 2 * ((samples + width - 1) // width) * most * width, like)
-            _by_layers(stages, stacks, places, bias, x, y, scratch, counters, parts)
+            _by_layers(stages, stacks, kind, places, bias, x, y, scratch, counters, parts)
 
     return member(run)

@@ -10,7 +10,8 @@ import ctypes
 import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby
+from operator import is_
 from typing import Any
 
 import numpy as np
@@ -41,8 +42,12 @@ __all__ = [
 
 Block = tuple[np.ndarray, np.ndarray]  # rows and columns
 
-_CODES = {torch.float32: "<f4", torch.float64: "<f8", torch.int64: "<i8"}
+# numbers of 16 bits as the integers that `instructions` takes for them
+_CODES = {
+    torch.float32: "<f4", torch.float64: "<f8", torch.bfloat16: "<u2", torch.float16: "<i2", torch.int64: "<i8",
+}  # fmt: skip
 _KERNEL_DTYPES = (torch.float32, torch.float64)
+_HALVES = (torch.bfloat16, torch.float16)  # computed in float32
 _FEW = 3  # samples up to which a row at a time is faster than a panel that is mostly empty
 _ROW_RATE, _LINE_RATE = 6e9, 35e9  # multiply-adds per second of one core, one sample at a time and in panels
 _PARTS = 4  # of a layer for each thread: who is late does fewer of them
@@ -110,8 +115,8 @@ def as_rows(x: Tensor) -> Tensor:
     return x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)
 
 
-def can_run_compiled(x: Tensor, module: nn.Module) -> bool:
-    """Whether the kernels know these numbers, and nothing needs PyTorch's own operations.
+def can_run_compiled(x: Tensor, module: nn.Module, halves: bool = False) -> bool:
+    """Whether the kernels know these numbers, those of 16 bits where they may be, and nothing needs PyTorch's own ones.
 
     That is gradients of both modes, tracing, compiling, vmap, autocast, and dispatch modes such as counters.
     """
@@ -119,7 +124,7 @@ def can_run_compiled(x: Tensor, module: nn.Module) -> bool:
         torch.compiler.is_compiling()
         or type(x) is not Tensor
         or x.device.type != "cpu"
-        or x.dtype not in _KERNEL_DTYPES
+        or x.dtype not in (_KERNEL_DTYPES + _HALVES if halves else _KERNEL_DTYPES)
     ):
         return False
     if torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in module.parameters())):
@@ -166,16 +171,15 @@ class Plan:
     ) -> None:  # fmt: skip
         self.outputs = outputs
         parts = [] if module is None else list(module.modules())
-        homes = [home for part in parts for home in (part._parameters, part._buffers)]
-        self._tensors = [(home, name, t, t.data_ptr()) for home in homes for name, t in home.items() if t is not None]
-        self._children = [(part._modules, name, child) for part in parts for name, child in part._modules.items()]
+        self._homes = [home for part in parts for home in (part._parameters, part._buffers, part._modules) if home]
+        self._held = [thing for home in self._homes for thing in home.values()]
+        self._tensors = [t for t in self._held if isinstance(t, Tensor)]
+        self._places = [t.data_ptr() for t in self._tensors]
         self._hooks = [hooks for part in parts[1:] for hooks in (part._forward_hooks, part._forward_pre_hooks)]
         self._modes = [(part, part.training) for part in parts if isinstance(part, nn.Dropout)]
         self.macs = sum(stage.macs for stage in stages)
-        self.dtype = (
-            next((t.dtype for _, _, t, _ in self._tensors if t.is_floating_point()), None) if self.macs else None
-        )
-        self.line = _LINE // (self.dtype or torch.float32).itemsize  # numbers
+        self.dtype = next((t.dtype for t in self._tensors if t.is_floating_point()), None) if self.macs else None
+        self.line = _LINE // max((self.dtype or torch.float32).itemsize, 4)  # numbers
         self.width = max([inputs, *(stage.rows for stage in stages)])
         stage_table, stack_table = _tables(stages)
         tables = [stage_table, stack_table, places, bias]
@@ -189,12 +193,11 @@ class Plan:
         return self._call_type(*self._head, *more)
 
     def valid(self) -> bool:
-        for tensors, name, tensor, place in self._tensors:
-            if tensors.get(name) is not tensor or tensor.data_ptr() != place:
-                return False
-        for children, name, child in self._children:
-            if children.get(name) is not child:
-                return False
+        now = chain.from_iterable(map(dict.values, self._homes))  # all in C: chains hold hundreds of tensors
+        if sum(map(len, self._homes)) != len(self._held) or not all(map(is_, now, self._held)):
+            return False
+        if list(map(Tensor.data_ptr, self._tensors)) != self._places:
+            return False
         return self.macs > 0 and not any(self._hooks) and all(part.training == mode for part, mode in self._modes)
 
     def __deepcopy__(self, _memo: Any) -> Plan:
@@ -247,6 +250,7 @@ def joined(indices: Sequence[np.ndarray]) -> np.ndarray:
 def run(plan: Plan, x: Tensor) -> Tensor:
     """(…, features) → (…, outputs) through all stages."""
     rows = x if x.dim() == 2 else as_rows(x)
+    rows = rows.float() if x.dtype in _HALVES else rows
     rows = rows if rows.is_contiguous() else rows.contiguous()
     samples, line = rows.shape[0], plan.line
     y = rows.new_empty(samples, plan.outputs)
@@ -262,13 +266,15 @@ def run(plan: Plan, x: Tensor) -> Tensor:
             parts = 0
         scratch = rows.new_empty(2 * panels * line * plan.width if parts else 0)
     call = plan.call(rows.data_ptr(), samples, y.data_ptr(), scratch.data_ptr(), parts, group)
-    run_on_openmp_threads(threads, _entry(rows.dtype), ctypes.addressof(call))
+    run_on_openmp_threads(threads, _entry(x.dtype), ctypes.addressof(call))
+    y = y.to(x.dtype) if x.dtype in _HALVES else y
     return y if x.dim() == 2 else y.view(*x.shape[:-1], plan.outputs)
 
 
 @functools.cache
 def _entry(dtype: torch.dtype) -> Any:
-    return kernels.entry({torch.float32: np.float32, torch.float64: np.float64}[dtype])
+    stored = np.dtype(_CODES[dtype]).type
+    return kernels.entry(np.float32 if dtype in _HALVES else stored, stored)
 
 
 def _tables(stages: Sequence[Stage]) -> tuple[np.ndarray, np.ndarray]:

@@ -15,7 +15,7 @@ from numba.core import cgutils
 from numba.core.errors import TypingError
 from numba.extending import intrinsic
 
-from crystallite.core.index_checks import check_span
+from crystallite.operators.runtime.tile import PANEL, Tile
 
 __all__ = [
     "PANEL",
@@ -28,54 +28,7 @@ __all__ = [
     "transpose_tile",
 ]
 
-PANEL = 16
-"""Weights lie in panels, (panels, depth, 16): 16 neighbouring outputs fill a cache line, a panel is read in order."""
-
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
-_FUSED = ["contract"]  # a product and a sum may become one instruction
-
-
-class _Tile:
-    """rows × panels × width sums in vector registers of 256 bits."""
-
-    def __init__(self, context: Any, builder: Any, dtype: Any, rows: int, panels: int, width: int = PANEL):
-        self.context, self.builder = context, builder
-        self.alignment, self.lanes = dtype.bitwidth // 8, 256 // dtype.bitwidth
-        self.vector = ir.VectorType(context.get_value_type(dtype), self.lanes)
-        self.lane_groups = range(0, width, self.lanes)
-        keys = [(r, p, q) for r in range(rows) for p in range(panels) for q in self.lane_groups]
-        # stack slots become registers, as nothing else reaches them
-        self.sums = {key: cgutils.alloca_once(builder, self.vector) for key in keys}
-
-    def _pointer(self, array: Any, offset: Any, lane: int) -> Any:
-        first = self.builder.add(offset, ir.Constant(_I64, lane))
-        check_span(self.context, self.builder, array, first, self.lanes)
-        return self.builder.bitcast(self.builder.gep(array.data, [first]), self.vector.as_pointer())
-
-    def load(self, array: Any, offset: Any, lane: int) -> Any:
-        return self.builder.load(self._pointer(array, offset, lane), align=self.alignment)
-
-    def store(self, value: Any, array: Any, offset: Any, lane: int) -> None:
-        self.builder.store(value, self._pointer(array, offset, lane), align=self.alignment)
-
-    def place(self, array: Any, offset: Any) -> Any:
-        """Where one number of an array lies."""
-        check_span(self.context, self.builder, array, offset, 1)
-        return self.builder.gep(array.data, [offset])
-
-    def splat(self, array: Any, offset: Any) -> Any:
-        """One number of an array in every lane."""
-        return self.repeated(self.builder.load(self.place(array, offset)))
-
-    def repeated(self, scalar: Any) -> Any:
-        undefined = ir.Constant(self.vector, ir.Undefined)
-        first = self.builder.insert_element(undefined, scalar, ir.Constant(_I32, 0))
-        zeros = ir.Constant(ir.VectorType(_I32, self.lanes), [0] * self.lanes)
-        return self.builder.shuffle_vector(first, undefined, zeros)
-
-    def add_product(self, slot: Any, a: Any, b: Any) -> None:
-        product = self.builder.fmul(a, b, flags=_FUSED)
-        self.builder.store(self.builder.fadd(self.builder.load(slot), product, flags=_FUSED), slot)
 
 
 def tile_product(rows: int, panels: int) -> Any:
@@ -114,7 +67,7 @@ def tile_product(rows: int, panels: int) -> Any:
             out_rows = multiples(row, rows, out_width, zero)
             start_stride = builder.select(one_start, zero, start_width)
             starts = multiples(row, rows, start_stride, zero)
-            tile = _Tile(context, builder, sig.args[1].dtype, rows, panels)
+            tile = Tile(context, builder, sig.args[1].dtype, rows, panels)
             for (r, p, q), slot in tile.sums.items():
                 builder.store(tile.load(start_array, builder.add(starts[r], columns[p]), q), slot)
             with cgutils.for_range(builder, depth) as loop:
@@ -159,7 +112,7 @@ def line_product(rows: int) -> Any:
             shapes = [cgutils.unpack_tuple(builder, array.shape) for array in arrays]
             (_, depth), (biases,), (_, features, _), (_, written, _) = shapes
             numbers = 512 // sig.args[0].dtype.bitwidth
-            tile = _Tile(context, builder, sig.args[0].dtype, rows, 1, numbers)
+            tile = Tile(context, builder, sig.args[0].dtype, rows, 1, numbers)
             width = ir.Constant(_I64, numbers)
 
             def line(height: Any, feature: Any) -> Any:
@@ -222,7 +175,7 @@ def shifted_product(rows: int, vectors: int) -> Any:
             _, depth = cgutils.unpack_tuple(builder, weight.shape)
             _, written = cgutils.unpack_tuple(builder, out.shape)
             dtype = sig.args[0].dtype
-            tile = _Tile(context, builder, dtype, rows, 1, vectors * 256 // dtype.bitwidth)
+            tile = Tile(context, builder, dtype, rows, 1, vectors * 256 // dtype.bitwidth)
             zero = ir.Constant(tile.vector, [0.0] * tile.lanes)
             for slot in tile.sums.values():
                 builder.store(zero, slot)
@@ -247,8 +200,8 @@ def shifted_product(rows: int, vectors: int) -> Any:
 def dot_rows(rows: int, ways: int) -> Any:
     """Compiled f(weight, row, x, first, out, place): out[place + i] = weight[row + i] · x[first:], for `rows` i.
 
-    weight is a matrix, x and out are vectors, all C-contiguous and of one dtype. ways: vectors of each row at a time;
-    rows × ways sums hide the latency of a sum.
+    weight is a matrix, x and out are vectors, all C-contiguous and of one dtype; the weight may be of 16 bits. ways:
+    vectors of each row at a time; rows × ways sums hide the latency of a sum.
     """
 
     @intrinsic
@@ -261,30 +214,45 @@ def dot_rows(rows: int, ways: int) -> Any:
             _, row, _, first, _, place = args
             weight, x, out = (context.make_array(sig.args[i])(context, builder, args[i]) for i in (0, 2, 4))
             _, depth = cgutils.unpack_tuple(builder, weight.shape)
-            tile = _Tile(context, builder, sig.args[0].dtype, rows, 1, ways * 256 // sig.args[0].dtype.bitwidth)
+            stored, dtype = sig.args[0].dtype, sig.args[2].dtype
+            tile = Tile(context, builder, dtype, rows, 1, ways * 256 // dtype.bitwidth)
             zero = ir.Constant(tile.vector, [0.0] * tile.lanes)
             for slot in tile.sums.values():
                 builder.store(zero, slot)
             starts = [builder.mul(builder.add(row, ir.Constant(_I64, r)), depth) for r in range(rows)]
+            lanes, one, zero_index = ir.Constant(_I64, tile.lanes), ir.Constant(_I64, 1), ir.Constant(_I64, 0)
             step = ir.Constant(_I64, ways * tile.lanes)
-            whole = builder.mul(builder.sdiv(depth, step), step)
-            with cgutils.for_range_slice(builder, ir.Constant(_I64, 0), whole, step) as (k, _):
+            by_step = builder.mul(builder.sdiv(depth, step), step)
+            whole = builder.mul(builder.sdiv(depth, lanes), lanes)
+            with cgutils.for_range_slice(builder, zero_index, by_step, step) as (k, _):
                 states = {q: tile.load(x, builder.add(first, k), q) for q in tile.lane_groups}
                 for (r, _, q), slot in tile.sums.items():
-                    tile.add_product(slot, tile.load(weight, builder.add(starts[r], k), q), states[q])
-            for r in range(rows):
-                parts = [builder.load(tile.sums[r, 0, q]) for q in tile.lane_groups]
-                joined = parts[0]
-                for part in parts[1:]:
-                    joined = builder.fadd(joined, part)
-                total = builder.extract_element(joined, ir.Constant(_I32, 0))
-                for lane in range(1, tile.lanes):
-                    total = builder.fadd(total, builder.extract_element(joined, ir.Constant(_I32, lane)))
-                slot = cgutils.alloca_once_value(builder, total)
-                with cgutils.for_range_slice(builder, whole, depth, ir.Constant(_I64, 1)) as (k, _):
-                    left = builder.load(tile.place(weight, builder.add(starts[r], k)))
-                    tile.add_product(slot, left, builder.load(tile.place(x, builder.add(first, k))))
-                builder.store(builder.load(slot), tile.place(out, builder.add(place, ir.Constant(_I64, r))))
+                    tile.add_product(slot, tile.load_wide(stored, weight, builder.add(starts[r], k), q), states[q])
+            with cgutils.for_range_slice(builder, by_step, whole, lanes) as (k, _):
+                state = tile.load(x, builder.add(first, k), 0)
+                for r in range(rows):
+                    tile.add_product(
+                        tile.sums[r, 0, 0], tile.load_wide(stored, weight, builder.add(starts[r], k), 0), state
+                    )
+            long_enough = builder.icmp_signed(">=", depth, lanes)
+            with builder.if_then(builder.and_(long_enough, builder.icmp_signed(">", depth, whole))):
+                k = builder.sub(depth, lanes)  # the last ones; those of them that are done do not count again
+                order = ir.Constant(ir.VectorType(_I64, tile.lanes), list(range(tile.lanes)))
+                fresh = builder.icmp_signed(">=", builder.add(tile.all_lanes(k), order), tile.all_lanes(whole))
+                state = tile.load(x, builder.add(first, k), 0)
+                for r in range(rows):
+                    product = builder.fmul(tile.load_wide(stored, weight, builder.add(starts[r], k), 0), state)
+                    slot = tile.sums[r, 0, 0]
+                    builder.store(builder.fadd(builder.load(slot), builder.select(fresh, product, zero)), slot)
+            totals = tile.lane_sums([[builder.load(tile.sums[r, 0, q]) for q in tile.lane_groups] for r in range(rows)])
+            for r, total in enumerate(totals):
+                builder.store(total, tile.place(out, builder.add(place, ir.Constant(_I64, r))))
+            with builder.if_then(builder.not_(long_enough)):
+                for r in range(rows):
+                    slot = tile.place(out, builder.add(place, ir.Constant(_I64, r)))
+                    with cgutils.for_range_slice(builder, whole, depth, one) as (k, _):
+                        left = tile.number(stored, weight, builder.add(starts[r], k))
+                        tile.add_product(slot, left, builder.load(tile.place(x, builder.add(first, k))))
             return context.get_dummy_value()
 
         return signature, generate
@@ -302,7 +270,7 @@ def copy_line(_typing: Any, source: Any, line: Any, add: Any, target: Any, place
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         source, target = (context.make_array(sig.args[i])(context, builder, args[i]) for i in (0, 3))
         width = 512 // sig.args[0].dtype.bitwidth
-        tile = _Tile(context, builder, sig.args[0].dtype, 0, 0, width)
+        tile = Tile(context, builder, sig.args[0].dtype, 0, 0, width)
         begin, into = (builder.mul(args[i], ir.Constant(_I64, width)) for i in (1, 4))
         add = tile.repeated(args[2])
         for q in tile.lane_groups:
@@ -314,23 +282,27 @@ def copy_line(_typing: Any, source: Any, line: Any, add: Any, target: Any, place
 
 @intrinsic
 def copy_numbers(_typing: Any, source: Any, start: Any, count: Any, add: Any, target: Any, into: Any) -> Any:
-    """target[into + i] = source[start + i] + add for i up to `count`; vectors of one dtype that do not overlap."""
+    """target[into + i] = source[start + i] + add for i up to `count`; vectors of one dtype that do not overlap.
+
+    The source may be of 16 bits.
+    """
     if any(array.layout != "C" for array in (source, target)):
         raise TypingError("copy_numbers: expected C-contiguous arrays")
-    signature = types.void(source, types.intp, types.intp, source.dtype, target, types.intp)
+    signature = types.void(source, types.intp, types.intp, target.dtype, target, types.intp)
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         _, start, count, add, _, into = args
         source, target = (context.make_array(sig.args[i])(context, builder, args[i]) for i in (0, 4))
-        tile = _Tile(context, builder, sig.args[0].dtype, 0, 0)
+        stored = sig.args[0].dtype
+        tile = Tile(context, builder, sig.args[4].dtype, 0, 0)
         lanes, one, zero = ir.Constant(_I64, tile.lanes), ir.Constant(_I64, 1), ir.Constant(_I64, 0)
         whole = builder.mul(builder.sdiv(count, lanes), lanes)
         everywhere = tile.repeated(add)
         with cgutils.for_range_slice(builder, zero, whole, lanes) as (i, _):
-            numbers = tile.load(source, builder.add(start, i), 0)
+            numbers = tile.load_wide(stored, source, builder.add(start, i), 0)
             tile.store(builder.fadd(numbers, everywhere), target, builder.add(into, i), 0)
         with cgutils.for_range_slice(builder, whole, count, one) as (i, _):
-            number = builder.load(tile.place(source, builder.add(start, i)))
+            number = tile.number(stored, source, builder.add(start, i))
             builder.store(builder.fadd(number, add), tile.place(target, builder.add(into, i)))
         return context.get_dummy_value()
 
@@ -350,7 +322,7 @@ def transpose_tile(_typing: Any, source: Any, start: Any, stride: Any, target: A
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         _, start, stride, _, into, step = args
         source, target = (context.make_array(sig.args[i])(context, builder, args[i]) for i in (0, 3))
-        tile = _Tile(context, builder, sig.args[0].dtype, 0, 0)
+        tile = Tile(context, builder, sig.args[0].dtype, 0, 0)
         lanes = tile.lanes
         low = [lane // 2 + lane % 2 * lanes for lane in range(lanes)]  # one number from each in turn, from the first on
         masks = [ir.Constant(ir.VectorType(_I32, lanes), [lane + h for lane in low]) for h in (0, lanes // 2)]
