@@ -65,6 +65,7 @@ def started(
     with open(errors or os.devnull, "w") as log:
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=log if errors else None, text=True, env=environment,
+            start_new_session=True,  # a busy machine shares its time out by sessions: more threads get no more of it
             preexec_fn=None if files is None else lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (files, files)),
         )  # fmt: skip
     try:
