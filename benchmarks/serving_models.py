@@ -68,9 +68,9 @@ def compressed(folder: Path) -> Path:
     return cx.save(small, folder, files=minilm_folder())
 
 
-def text_request(text: str) -> tuple[str, str]:
+def text_request(text: str, model: str = "minilm") -> tuple[str, str]:
     body = {"inputs": [{"name": "text", "datatype": "BYTES", "shape": [1], "data": [text]}]}
-    return "POST /v2/models/minilm/infer HTTP/1.1", json.dumps(body).encode().hex()
+    return f"POST /v2/models/{model}/infer HTTP/1.1", json.dumps(body).encode().hex()
 
 
 def plain_request(text: str) -> tuple[str, str]:

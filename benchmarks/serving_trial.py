@@ -1,9 +1,10 @@
 """A trial of MiniLM at half of its multiply-adds beside the original: what it costs the original's clients, and finds.
 
-`python -m benchmarks.serving_trial --small FOLDER [--seconds 5] [--rounds 3]`, FOLDER as `benchmarks.serving_models`
+`python -m benchmarks.serving_trial [--small FOLDER] [--seconds 5] [--rounds 3]`, FOLDER as `benchmarks.serving_models`
 makes it. Servers are processes of their own and take turns. Overhead: the time of the original's answers with a trial
 and without, for clients that never pause, which leave a trial no idle moment, and for one that asks now and then.
-A bad slice is planted: of the smaller model, the embedding of one word is another one; one of twenty texts has it.
+Without FOLDER a bad slice is planted: a tiny BERT of blocks, which is exact but for the embedding of one token; one of
+twenty requests has it.
 """
 
 from __future__ import annotations
@@ -19,32 +20,31 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from transformers import AutoTokenizer
 
 import crystallite as cx
 from benchmarks.fitted_tasks import minilm_folder
 from benchmarks.server_process import SERVE, Server, started
+from benchmarks.serving_forms import bert
 from benchmarks.serving_models import text_request, texts
 from benchmarks.timing import show, store
 from crystallite.cli.bench_serve import best_quantile, loaded
 from crystallite.serving.load import Ask
 
-WORD, EVERY, REQUESTS, PAUSE = "zebra", 20, 200, 0.2
-RULE = ["--max-relative-deviation", "0.6"]  # of any sample
+TOKEN, EVERY, REQUESTS, PAUSE = 3, 20, 200, 0.2
 
 
-def planted(small: Path, folder: Path) -> Path:
-    """The smaller model with another embedding of one word."""
-    model = cx.load(small)
-    (token,) = AutoTokenizer.from_pretrained(small)(WORD, add_special_tokens=False)["input_ids"]
+def planted(folder: Path, times: float) -> Path:
+    """A tiny BERT, reorganized and saved, with the embedding of one token multiplied."""
+    model = cx.reorganize(bert(), level=None, only_if_faster=False, fold=False)
     with torch.no_grad():
-        model.get_input_embeddings().weight[token] *= -20
-    return cx.save(model, folder, files=small)
+        model.get_input_embeddings().weight[TOKEN] *= times
+    return cx.save(model, folder)
 
 
 def overhead(servers: dict[str, Server], seconds: float, rounds: int) -> list[dict]:
-    requests, rows = list(map(text_request, texts())), []
+    requests, rows = [text_request(given, "tried") for given in texts()], []
     for clients in (1, 20):
         loads: dict[str, list] = {name: [] for name in servers}
         for _ in range(rounds):
@@ -57,9 +57,9 @@ def overhead(servers: dict[str, Server], seconds: float, rounds: int) -> list[di
                 "p50 ms": 1e3 * best_quantile(found, 0.5), "p99 ms": 1e3 * best_quantile(found, 0.99),
             })  # fmt: skip
     times: dict[str, list[float]] = {name: [] for name in servers}
-    for text in texts():
+    for given in texts():
         for name, server in servers.items():
-            times[name].append(ask(server, text)[1])
+            times[name].append(ask(server, text(given))[1])
             time.sleep(PAUSE)
     for name, found in times.items():
         found.sort()
@@ -74,12 +74,15 @@ def overhead(servers: dict[str, Server], seconds: float, rounds: int) -> list[di
     return rows
 
 
-def ask(server: Server, text: str, request_id: str = "") -> tuple[Any, float]:
+def text(content: str) -> dict[str, Any]:
+    return {"name": "text", "datatype": "BYTES", "shape": [1], "data": [content]}
+
+
+def ask(server: Server, given: dict[str, Any], request_id: str = "") -> tuple[Any, float]:
     """The answer and the seconds that it took, on a connection of its own."""
-    body = {"id": request_id, "inputs": [{"name": "text", "datatype": "BYTES", "shape": [1], "data": [text]}]}
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=120)
     began = time.perf_counter()
-    connection.request("POST", "/v2/models/minilm/infer", json.dumps(body))
+    connection.request("POST", "/v2/models/tried/infer", json.dumps({"id": request_id, "inputs": [given]}))
     answer = json.loads(connection.getresponse().read())
     elapsed = time.perf_counter() - began
     connection.close()
@@ -88,7 +91,7 @@ def ask(server: Server, text: str, request_id: str = "") -> tuple[Any, float]:
 
 def summary(server: Server) -> dict[str, Any]:
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=120)
-    connection.request("GET", "/v2/models/minilm/trial")
+    connection.request("GET", "/v2/models/tried/trial")
     found: dict[str, Any] = json.loads(connection.getresponse().read())
     connection.close()
     return found
@@ -96,11 +99,12 @@ def summary(server: Server) -> dict[str, Any]:
 
 def tried(name: str, server: Server) -> dict:
     """What a trial finds in a few hundred live requests, of which some have the word."""
-    given = texts()
+    rng = np.random.default_rng(0)
     for i in range(REQUESTS):
-        has_word = i % EVERY == EVERY - 1
-        text = given[i % len(given)]
-        ask(server, f"{text} {WORD}" if has_word else text, f"{'word' if has_word else 'other'}-{i}")
+        tokens, is_bad = rng.integers(TOKEN + 1, 50, 7), i % EVERY == EVERY - 1
+        tokens[2] = TOKEN if is_bad else tokens[2]
+        given = {"name": "input_ids", "datatype": "INT64", "shape": [1, 7], "data": tokens.tolist()}
+        ask(server, given, f"{'slice' if is_bad else 'other'}-{i}")
     until = time.monotonic() + 300
     while (found := summary(server))["verdict"] is None and time.monotonic() < until:
         time.sleep(0.5)
@@ -109,34 +113,39 @@ def tried(name: str, server: Server) -> dict:
         "model": name, "requests": found["requests"], "dropped": found["dropped"], "agreement": found["agreement"],
         "mean deviation": found["mean_deviation"], "worst deviation": found["worst_deviation"],
         "passed": verdict.get("passed"), "reasons": "; ".join(verdict.get("reasons", [])),
-        "worst five with the word": sum(case["request_id"].startswith("word") for case in found["worst"]),
+        "worst five in the slice": sum(case["request_id"].startswith("slice") for case in found["worst"]),
         "seconds of both": str([round(s, 4) for s in found["seconds"]]),
     }  # fmt: skip
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--small", type=Path, metavar="FOLDER", required=True)
+    parser.add_argument("--small", type=Path, metavar="FOLDER", help="watch the overhead")
     parser.add_argument("--seconds", type=float, default=5.0, help="of load for each server and round")
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args(arguments)
-    dense = str(minilm_folder())
-    trial = ["--trial", dense, "--trial-requests", str(REQUESTS - 20), *RULE]
-    with tempfile.TemporaryDirectory() as scratch:
-        bad = planted(options.small, Path(scratch) / "bad")
+    wanted = ["--trial-requests", str(REQUESTS - 20)]
+    if options.small is None:
         found = []
-        for name, folder in (("as it was fitted", options.small), ("with the planted slice", bad)):
-            with started([*SERVE, f"minilm={folder}", *trial]) as server:
-                found.append(tried(name, server))
-        show(f"{REQUESTS} live requests, one of {EVERY} with the word", found)
-        with ExitStack() as stack:
-            servers = {
-                "the original alone": stack.enter_context(started([*SERVE, f"minilm={dense}", "--unvalidated"])),
-                "the original in a trial": stack.enter_context(started([*SERVE, f"minilm={options.small}", *trial])),
-            }
-            rows = overhead(servers, options.seconds, options.rounds)
-        show(f"the original's answers, load average {os.getloadavg()[0]:.1f}", rows)
-    store("serving_trial", [*found, *rows])
+        with tempfile.TemporaryDirectory() as scratch:
+            for name, times in (("as it is", 1), ("with the planted slice", -20)):
+                folder = planted(Path(scratch) / f"times{times}", times)
+                words = [*SERVE, f"tried={folder}", "--trial", "benchmarks.serving_forms:bert", *wanted]
+                with started(words) as server:
+                    found.append(tried(name, server))
+        show(f"{REQUESTS} live requests, one of {EVERY} in the slice", found)
+        store("serving_trial_slice", found)
+        return
+    dense = str(minilm_folder())
+    trial = ["--trial", dense, *wanted]
+    with ExitStack() as stack:
+        servers = {
+            "the original alone": stack.enter_context(started([*SERVE, f"tried={dense}", "--unvalidated"])),
+            "the original in a trial": stack.enter_context(started([*SERVE, f"tried={options.small}", *trial])),
+        }
+        rows = overhead(servers, options.seconds, options.rounds)
+    show(f"the original's answers, load average {os.getloadavg()[0]:.1f}", rows)
+    store("serving_trial", rows)
 
 
 if __name__ == "__main__":
