@@ -1,6 +1,6 @@
 """The two-tier service on Ray beside the in-process one, and what faults cost.
 
-`python -m benchmarks.serving_ray`, and with `--forms` a model of each of the paper's forms, every part a service, of
+`python -m benchmarks.serving_ray`, and with `--forms [NAME …]` models of the paper's forms, every part a service, of
 which one process is killed. A cluster of two nodes on this machine, in a network namespace that has nothing but
 loopback, as in `tests/serving/test_ray.py`, whose scenarios are timed here. One machine cannot show what Ray is for:
 all replicas, the HTTP server, the controller and the clients share its cores, so more replicas do not answer more
@@ -100,9 +100,9 @@ def fault(name: str, found: dict) -> dict:
     }  # fmt: skip
 
 
-def forms(inside: Inside) -> list[dict]:
+def forms(inside: Inside, names: list[str]) -> list[dict]:
     rows = []
-    for name in FORMS:
+    for name in names or FORMS:
         found = inside.serve_form(name)
         rows.append({
             "form": name, "services": found["pieces"], "in process": found["in process"], "on Ray": found["on Ray"],
@@ -112,11 +112,11 @@ def forms(inside: Inside) -> list[dict]:
     return rows
 
 
-def run_inside_the_namespace(folder: Path, only_forms: bool) -> None:
+def run_inside_the_namespace(folder: Path, names: list[str] | None) -> None:
     bring_loopback_up()
     inside = Inside(folder)
-    if only_forms:
-        (folder / "rows.json").write_text(json.dumps({"forms": forms(inside)}))
+    if names is not None:
+        (folder / "rows.json").write_text(json.dumps({"forms": forms(inside, names)}))
         return
     rows = {"start": [{"seconds until it answers": inside.start_seconds, "load of the machine": os.getloadavg()[0]}]}
     rows["hops"] = hops(inside)
@@ -135,30 +135,32 @@ def run_inside_the_namespace(folder: Path, only_forms: bool) -> None:
     (folder / "rows.json").write_text(json.dumps(rows))
 
 
-def main(only_forms: bool) -> None:
+def main(names: list[str] | None) -> None:
+    """names: of forms, none for all of them; None: everything but forms."""
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as short:
         environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")} | {
             "RAY_TMPDIR": short, "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_SERVE_HANDLE_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1",
-            "OMP_NUM_THREADS": "1",
+            "OMP_NUM_THREADS": "1", "RAY_memory_monitor_refresh_ms": "0",  # others may need the memory
         }  # fmt: skip
         command = [*NAMESPACE, sys.executable, "-m", "benchmarks.serving_ray", "--inside", folder]
-        command += ["--forms"] if only_forms else []
+        command += [] if names is None else ["--forms", *names]
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
-        if done.returncode:
+        rows_file = Path(folder) / "rows.json"  # written last: Ray may end its processes with an error afterwards
+        if not rows_file.exists():
             raise SystemExit(done.stderr[-5000:])
-        found = json.loads((Path(folder) / "rows.json").read_text())
+        found = json.loads(rows_file.read_text())
     for part, rows in found.items():
         show(part, rows)
     store(
-        "serving_ray_forms" if only_forms else "serving_ray",
+        "serving_ray" if names is None else "serving_ray_forms",
         [{"part": part, **row} for part, rows in found.items() for row in rows],
     )
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--forms", action="store_true", help="a model of each of the paper's forms, nothing else")
+    parser.add_argument("--forms", nargs="*", choices=FORMS, help="models of the paper's forms, nothing else")
     parser.add_argument("--inside", type=Path, metavar="FOLDER", help="run here, which is a namespace already")
     options = parser.parse_args()
     if options.inside is not None:

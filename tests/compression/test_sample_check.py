@@ -10,6 +10,7 @@ from crystallite.compression import model_fit, sample_check
 from crystallite.compression.compress import compress
 from crystallite.compression.session import Session
 from crystallite.core.errors import InvalidOption
+from crystallite.models.record import record
 
 
 class Pooled(nn.Module):
@@ -92,3 +93,23 @@ def test_too_few_are_refused_before_the_work(options, monkeypatch):
 def test_layers_that_are_left_alone_need_none():
     model = nn.Sequential(nn.Linear(8, 200), nn.ReLU(), nn.Linear(200, 8), nn.ReLU(), nn.Linear(8, 8))
     assert compress(model, torch.randn(100, 8), budget=0.999, ignore="2") is not None
+
+
+def test_a_minor_layer_that_few_positions_reach_is_left_alone():
+    class Encoder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 16))
+            self.pooler = nn.Linear(16, 16)  # reads one position of each sample
+
+        def forward(self, x):
+            y = self.layers(x)
+            return y, self.pooler(y[:, 0])
+
+    torch.manual_seed(0)
+    model = Encoder().eval()
+    small = compress(model, torch.randn(12, 50, 16), budget=0.5)
+    (pooler,) = [change for change in record(small).changes if change.name == "pooler"]
+    assert pooler.operators[0].kind == "left alone"
+    assert "reads 16 inputs" in pooler.operators[0].reason
+    assert torch.equal(small.pooler.weight, model.pooler.weight)

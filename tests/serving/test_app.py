@@ -77,6 +77,7 @@ def test_answers_do_not_wait_for_acknowledgements(folder, x, monkeypatch):
         ("/v2/models/small/versions/9", 404, "small has version"),
         ("/v2/models/large/ready", 404, "no model"),
         ("/nowhere", 404, "/nowhere"),
+        ("/v2/models/small/", 404, "Not Found"),  # and not sent on to where the Host header says
         ("/v2/models/small/infer", 405, "GET"),
         ("/v2/../../etc/passwd", 404, "passwd"),
     ],

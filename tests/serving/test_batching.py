@@ -214,7 +214,7 @@ def test_limits_that_make_no_sense(limits):
 @scenario
 async def test_several_batches_at_once_where_the_engine_has_room():
     work = Work(gated=True)
-    queue = Queue("small", work.run, JOINING, Limits(max_batch=8), Metrics(), Statistics(), batches=2)
+    queue = Queue("small", work.run, JOINING, Limits(max_batch=8), Metrics(), Statistics(), batches=lambda: 2)
     asked = []
     for i in range(5):
         asked.append(asyncio.create_task(queue.infer(rows(i))))

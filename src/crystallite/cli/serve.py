@@ -75,7 +75,8 @@ def run(options: argparse.Namespace, given: dict[str, Any]) -> int:
                 listener = stack.enter_context(Listener(service, token=token, tls=tls, allow_hosts=hosts, **listening))
                 url, grpc_target = listener.url, listener.grpc_target
             for name, model in service.models.items():
-                print(f"{url}/v2/models/{name} {len(model.plan.pieces)} pieces, version {model.version}")
+                count = len(model.plan.pieces)
+                print(f"{url}/v2/models/{name} {count} piece{'s' * (count != 1)}, version {model.version}")
             if grpc_target is not None:
                 print(f"grpc://{grpc_target}")
             for name, model in service.models.items():

@@ -79,8 +79,9 @@ def compress(
         risk: "deviation", the mean of ‖y′ − y‖ / ‖y‖ (at most 1) over samples, or "disagreement", the share of other
             decisions (argmax).
         calibration: batches of inputs as for `validate`; a few times as many samples (or tokens) as the widest layer
-            has inputs. The last fifth judges and is not fitted on. Of a large set the first 32,768 (more for layers of
-            more than 2,048 inputs) are fitted on; polishing learns from all of it. Targets are not used.
+            has inputs. A layer that fewer reach is left alone if it is a minor one, such as a pooler. The last fifth
+            judges and is not fitted on. Of a large set the first 32,768 (more for layers of more than 2,048 inputs)
+            are fitted on; polishing learns from all of it. Targets are not used.
         objective: what the budget is a share of: "macs", multiply-adds; "parameters"; "latency", the measured time that
             the layers take for the first batch, on this machine and its threads; or "int8", the time that they take in
             ONNX Runtime once they are exported with 8-bit weights.
@@ -155,9 +156,10 @@ def compress(
             'form="uniform" is for decoders of language models, with budget= a share of "macs" or "parameters"; '
             f"got a {type(model).__name__}"
         )
-    work = ModelFit.of(model, data, ridge, seed, targets, ignore, blocks is not None, objective, form, progress)
-    if not joint:
-        check_positions(work.session, data.fitted[0].first(2), blocks or 1)
+    known = model, data, ridge, seed, targets, ignore, blocks is not None, objective, form, progress
+    work = ModelFit.of(*known, {})
+    if not joint and (too_little := check_positions(work.session, data.fitted[0].first(2), blocks or 1)):
+        work = ModelFit.of(*known, too_little)
     if blocks is None:
         work.cost.check(None if budget is None else min(budgets_of(budget)))
 

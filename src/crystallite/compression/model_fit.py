@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -76,7 +76,9 @@ class ModelFit:
     def of(
         cls, model: nn.Module, data: Calibration, ridge: float, seed: int, targets: str | Sequence[str],
         ignore: str | Sequence[str], in_blocks: bool, objective: str, form: str, progress: bool,
+        too_little: Mapping[str, str],
     ) -> ModelFit:  # fmt: skip
+        """too_little: layers that there are not enough data for, and that in words; they are left alone."""
         targets, ignore = ([p] if isinstance(p, str) else list(p) for p in (targets, ignore))
         model = expanded(model)
         dense = copy.deepcopy(model).eval()
@@ -84,6 +86,7 @@ class ModelFit:
         units = {unit.name: unit for unit in units_and_experts(dense, ["*"], [])}
         reasons = dict.fromkeys(units.keys() - asked, NOT_ASKED)
         reasons |= {name: unit.reason or unfit(unit, in_blocks) for name, unit in units.items() if name in asked}
+        reasons |= too_little
         if all(reasons[name] for name in asked):
             why = next((f": {name}: {reasons[name]}" for name in units if name in asked), "")
             raise InvalidOption(f"no layer that can be fitted matches targets {targets} and ignore {ignore}{why}")

@@ -19,9 +19,14 @@ from crystallite.statistics.watching import LayerCall, watching
 
 __all__ = ["check_positions"]
 
+_MINOR = 0.01  # of the multiply-adds of all layers that can be fitted: without them a budget is reached as well
 
-def check_positions(session: Session, example: Batch, blocks: int = 1) -> None:
-    """Refuse data of which fewer positions reach a layer than it, or a block of it, has inputs.
+
+def check_positions(session: Session, example: Batch, blocks: int = 1) -> dict[str, str]:
+    """Layers that fewer positions of the data reach than they, or a block of them, have inputs, and that in words.
+
+    Refused where they compute more than a hundredth of what can be fitted. Less than that is what a pooler does, which
+    reads one position of each text, and is left alone.
 
     One run on the example says what a layer reads: a row for each sample, for each token, or a fixed number. Layers of
     which it does not say so (experts, sequences of several lengths without a mask) are looked at when they are fitted.
@@ -38,8 +43,13 @@ def check_positions(session: Session, example: Batch, blocks: int = 1) -> None:
             needed, there = -(-inputs // blocks), sum(row for row in rows if row is not None)
             if there < needed:
                 short[name] = needed, there
-    if short:
+    costs = {name: unit.macs * (session.call_counts.get(name) or 1) for name, unit in session.units.items()}
+    if any(name in session.uncut for name in short) or sum(costs[n] for n in short) > _MINOR * sum(costs.values()):
         raise InvalidOption(_message(short))
+    return {
+        name: f"{there} positions of the calibration data reach it, and it reads {needed} inputs"
+        for name, (needed, there) in short.items()
+    }
 
 
 def _rows(session: Session, name: str, call: LayerCall, example: Batch) -> int | None:

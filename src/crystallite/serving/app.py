@@ -61,7 +61,9 @@ def application(guard: RequestGuard) -> Starlette:
         ("/docs", "GET", handlers.docs),
     ]
     guarded = [Route(path, handlers.guard(handler), methods=[method]) for path, method, handler in routes]
-    return Starlette(routes=guarded, exception_handlers={HTTPException: _not_found})
+    app = Starlette(routes=guarded, exception_handlers={HTTPException: _not_found})
+    app.router.redirect_slashes = False  # a path that is nearly right is not found: no answer leads elsewhere
+    return app
 
 
 class _Handlers:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import threading
+import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
@@ -11,9 +14,12 @@ import torch
 from torch import nn
 
 from crystallite.serving.interface import computed
+from crystallite.serving.machine import usable_cores
 from crystallite.serving.signature import Tensors
 
 __all__ = ["Engine", "LocalEngine", "Unreachable"]
+
+_LONG = 0.005  # seconds of a call, from which on a second one at the same time is worth smaller batches
 
 
 class Unreachable(Exception):
@@ -23,7 +29,9 @@ class Unreachable(Exception):
 class Engine(Protocol):
     """Runs pieces. A piece is a pure function, so a call that failed may be repeated, here or elsewhere."""
 
-    batches: int  # that are worth having under way at once
+    @property
+    def batches(self) -> int:
+        """That are worth having under way at once, now."""
 
     async def run(self, piece: str, given: Tensors) -> Tensors:
         """What the piece makes of named tensors; raises `Unreachable` if no answer came, and what it raised if not."""
@@ -39,7 +47,9 @@ class LocalEngine:
     """Pieces in this process, on one thread each, up to as many threads as torch may use.
 
     torch's number of threads belongs to the whole process and stays as it is: with several pieces and as many cores,
-    `OMP_NUM_THREADS=1` keeps them from taking each other's.
+    `OMP_NUM_THREADS=1` keeps them from taking each other's. Cores that this leaves compute other batches meanwhile,
+    where a batch takes long; short ones are better as one. Then every thread has modules of its own, which share the
+    weights: whatever a model's code keeps while it runs, no other batch sees.
 
     >>> async def doubled() -> Tensors:
     ...     engine = LocalEngine({"double": nn.Linear(1, 1, bias=False)})
@@ -50,15 +60,32 @@ class LocalEngine:
     {'output': tensor([[0.]])}
     """
 
-    batches = 1  # a second one would only take cores from the first
-
     def __init__(self, pieces: Mapping[str, nn.Module]) -> None:
         self._pieces = dict(pieces)
-        workers = max(1, min(len(pieces), torch.get_num_threads()))
+        threads = torch.get_num_threads()
+        self._most = max(1, usable_cores() // threads) if _have_twins(pieces) else 1
+        self._seconds = 0.0  # of the last call
+        self._own = threading.local()  # modules of a thread
+        workers = max(1, min(len(pieces), threads)) * self._most
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="crystallite-piece")
 
+    @property
+    def batches(self) -> int:
+        return self._most if self._seconds >= _LONG else 1
+
     async def run(self, piece: str, given: Tensors) -> Tensors:
-        return await asyncio.get_running_loop().run_in_executor(self._pool, computed, self._pieces[piece], given)
+        return await asyncio.get_running_loop().run_in_executor(self._pool, self._computed, piece, given)
+
+    def _computed(self, piece: str, given: Tensors) -> Tensors:
+        module, own = self._pieces[piece], self._own.__dict__
+        if self._most > 1:
+            if piece not in own:
+                own[piece] = _twin(module)
+            module = own[piece]
+        began = time.perf_counter()
+        answer = computed(module, given)
+        self._seconds = time.perf_counter() - began
+        return answer
 
     async def replicas(self) -> Mapping[str, int]:
         return dict.fromkeys(self._pieces, 1)
@@ -66,3 +93,17 @@ class LocalEngine:
     async def close(self) -> None:
         await asyncio.to_thread(self._pool.shutdown)
         self._pieces.clear()
+
+
+def _twin(module: nn.Module) -> nn.Module:
+    """A copy of a module that shares its weights."""
+    return copy.deepcopy(module, {id(weight): weight for weight in module.parameters()})
+
+
+def _have_twins(pieces: Mapping[str, nn.Module]) -> bool:
+    try:
+        for module in pieces.values():
+            _twin(module)
+    except Exception:  # code of somebody's own that cannot be copied
+        return False
+    return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Machine", "measure_machine"]
+__all__ = ["Machine", "measure_machine", "usable_cores"]
 
 _SIDE = 2048  # of the matrix that is read: 16 MB, more than most caches hold
 _HOPS = 200
@@ -48,6 +49,15 @@ def measure_machine() -> Machine:
     with ThreadPoolExecutor(1) as apart:  # the caller may be inside an event loop of its own, as notebooks are
         hop = apart.submit(lambda: asyncio.run(_hop())).result()
     return Machine(hop, square.numel() * 512 / multiplying, weight.nbytes / reading)
+
+
+def usable_cores() -> int:
+    """The cores that this process may run on.
+
+    >>> usable_cores() >= 1
+    True
+    """
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _best(work: Callable[[], object]) -> float:
