@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from crystallite.core.parallel import compiled
+from crystallite.annealing import plain_kernels as plain
+from crystallite.core.parallel import compiled, compiled_or
 
 __all__ = [
     "add_column_magnitudes",
@@ -29,7 +30,7 @@ __all__ = [
 _STRIP = 1024  # columns
 
 
-@compiled
+@compiled_or(plain.bin_patterns)
 def bin_patterns(bits, mask, shift, counts):
     """counts[pattern >> shift] += 1 for every entry."""
     flat = bits.reshape(-1)
@@ -37,7 +38,7 @@ def bin_patterns(bits, mask, shift, counts):
         counts[(flat[i] & mask) >> shift] += 1
 
 
-@compiled
+@compiled_or(plain.collect_bin)
 def collect_bin(bits, mask, shift, wanted, out):
     """The patterns whose high bits are `wanted`, into `out`; returns how many there are."""
     flat = bits.reshape(-1)
@@ -50,7 +51,7 @@ def collect_bin(bits, mask, shift, wanted, out):
     return found
 
 
-@compiled
+@compiled_or(plain.magnitudes_of)
 def magnitudes_of(bits, mask, table, out):
     """out = table[pattern]: the numbers that 8- and 16-bit patterns stand for."""
     for i in range(bits.shape[0]):
@@ -58,7 +59,7 @@ def magnitudes_of(bits, mask, table, out):
             out[i, j] = table[bits[i, j] & mask]
 
 
-@compiled
+@compiled_or(plain.upper_halves)
 def upper_halves(bits, mask, out):
     """out = the 32-bit patterns whose upper halves the 16-bit patterns are, without their signs."""
     for i in range(bits.shape[0]):
@@ -66,7 +67,7 @@ def upper_halves(bits, mask, out):
             out[i, j] = np.uint32(bits[i, j] & mask) << np.uint32(16)
 
 
-@compiled
+@compiled_or(plain.add_column_magnitudes)
 def add_column_magnitudes(values, sums):
     """sums[j] += Σ_i |values[i, j]|.
 
@@ -91,7 +92,7 @@ def add_column_magnitudes(values, sums):
                 strip[j] += abs(row[j])
 
 
-@compiled
+@compiled_or(plain.add_column_upper_halves)
 def add_column_upper_halves(bits, mask, sums):
     """`add_column_magnitudes` for bfloat16 patterns, the upper halves of float32 ones; decoded in the nearest cache."""
     rows, cols = bits.shape
@@ -115,7 +116,7 @@ def add_column_upper_halves(bits, mask, sums):
                 strip[j] += (a[j] + b[j]) + (c[j] + d[j])
 
 
-@compiled
+@compiled_or(plain.add_row_magnitudes)
 def add_row_magnitudes(values, sums):
     """sums[i] += Σ_j |values[i, j]|, in eight interleaved partial sums so that the order of additions is fixed."""
     lanes = np.zeros(8)
@@ -139,7 +140,7 @@ def cell_of(v, start, split, split_cell, last):
     return min(cell, last)
 
 
-@compiled
+@compiled_or(plain.bin_by_column)
 def bin_by_column(values, scales, start, split, split_cell, counts):
     """counts[cell of |value|·scale of its column] += 1, what lies beyond the last cell into it; scale 0 = leave out."""
     last = counts.size - 1
@@ -150,7 +151,7 @@ def bin_by_column(values, scales, start, split, split_cell, counts):
                 counts[cell_of(abs(row[j]) * scales[j], start, split, split_cell, last)] += 1
 
 
-@compiled
+@compiled_or(plain.bin_by_row)
 def bin_by_row(values, scales, start, split, split_cell, counts):
     """`bin_by_column` with one scale per row."""
     last = counts.size - 1
