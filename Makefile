@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-all bench docs wheel lint format proto clean
+.PHONY: demo test test-all coverage mutants bench docs wheel lint format proto clean
 
 demo: $(VENV)/.demo
 	$(BIN)/crystallite demo
@@ -14,7 +14,22 @@ test: $(VENV)/.dev
 
 test-all: $(VENV)/.dev $(VENV)/.llama
 	$(BIN)/python -m pytest -q
+	$(BIN)/python tests/packaging/without_numba.py
+	$(BIN)/python tests/packaging/check_versions.py
 	$(MAKE) wheel EXTRAS="onnx gguf hf pandas serve figures demo ray"
+
+# share of src/ that the quick tests run; what is compiled runs as Python in the second part, where lines can be counted
+coverage: $(VENV)/.dev
+	$(PIP) coverage
+	rm -f .coverage .coverage.*
+	$(BIN)/coverage run -m pytest -q -m "not slow"
+	$(BIN)/coverage run tests/packaging/without_numba.py
+	$(BIN)/coverage combine --quiet && $(BIN)/coverage report --skip-covered --sort=cover
+
+# 60 faults planted at random; make mutants COUNT=200 SEED=1
+mutants: $(VENV)/.dev
+	$(PIP) cosmic-ray
+	$(BIN)/python -m tests.mutants $(or $(COUNT),60) $(or $(SEED),0)
 
 # make bench            every part;  make bench PART=decompose  one part
 bench: $(VENV)/.bench
