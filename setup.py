@@ -1,6 +1,6 @@
 """README as a package index shows it: its links are relative here, where they work, and lead nowhere there.
 
-With `Repository` in [project.urls] they are made absolute; until then only their text is kept. All else is in pyproject.toml.
+With `Repository` in [project.urls] they are made absolute; until then only their text is kept.
 """
 
 import re

@@ -1,9 +1,9 @@
 """How many small faults the tests notice: `python -m tests.mutants [COUNT] [SEED]`, with `pip install cosmic-ray`.
 
-Draws COUNT of the faults that cosmic-ray would plant in `structure/` and `annealing/`, and runs the tests of the room on
-each of them, in a fork that has torch loaded already. Kernels run as Python, without numba; so what only a compiler sees
-(`structure/vector_lanes.py`, the loops of `annealing/kernels.py`) is left out. A fault that leaves the code the same, as
-in an annotation, is not counted; one with which the tests do not end counts as noticed.
+Draws COUNT of the faults that cosmic-ray would plant in `structure/` and `annealing/`, and runs the tests of the room
+on each of them, in a fork that has torch loaded already. Kernels run as Python, without numba; so what only a compiler
+sees (`structure/vector_lanes.py`, the loops of `annealing/kernels.py`) is left out. A fault that leaves the code the
+same, as in an annotation, is not counted; one with which the tests do not end counts as noticed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ LONG = ["--deselect=tests/annealing/test_calibration.py", "--deselect=tests/stru
 
 def main(count: int = 60, seed: int = 0) -> None:
     source = ROOT / "src" / "crystallite"
-    files = [p for room in ("structure", "annealing") for p in sorted((source / room).glob("*.py")) if p.name not in LEFT_OUT]
+    files = [
+        p for room in ("structure", "annealing") for p in sorted((source / room).glob("*.py")) if p.name not in LEFT_OUT
+    ]
     files.append(source / "structure" / "kernels.py")
     faults = [(path, *fault) for path in files for fault in _faults(path)]
     random.Random(seed).shuffle(faults)
@@ -47,7 +49,10 @@ def main(count: int = 60, seed: int = 0) -> None:
             noticed += 1
         else:
             survivors.append(path)
-            print(*difflib.unified_diff(code.splitlines(), changed.splitlines(), path.name, name, n=0, lineterm=""), sep="\n")
+            print(
+                *difflib.unified_diff(code.splitlines(), changed.splitlines(), path.name, name, n=0, lineterm=""),
+                sep="\n",
+            )
         print(f"{noticed} of {noticed + len(survivors)} noticed", flush=True)
     print(f"\n{noticed} of {count} faults noticed: {noticed / count:.0%} (of {len(faults)}, seed {seed})")
 
@@ -89,7 +94,16 @@ def _meaning(code):
 
 
 def _load_everything_else():
-    for name in ("torch", "scipy.stats", "scipy.sparse.csgraph", "networkx", "hypothesis", "pytest", "pandas", "PIL.Image"):
+    for name in (
+        "torch",
+        "scipy.stats",
+        "scipy.sparse.csgraph",
+        "networkx",
+        "hypothesis",
+        "pytest",
+        "pandas",
+        "PIL.Image",
+    ):
         importlib.import_module(name)
     importlib.import_module("torch").set_num_threads(1)
 

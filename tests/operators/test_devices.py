@@ -82,7 +82,9 @@ def test_nothing_comes_back_to_the_host(name, gradients):
     assert [t.shape for t in found] == expected
     if gradients:
         sum(t.sum() for t in found).backward()
-        assert {x.grad.device.type, *(p.grad.device.type for p in module.parameters() if p.grad is not None)} == {"meta"}
+        assert {x.grad.device.type, *(p.grad.device.type for p in module.parameters() if p.grad is not None)} == {
+            "meta"
+        }
 
 
 class Careless(nn.Linear):

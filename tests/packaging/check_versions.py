@@ -43,7 +43,18 @@ def main() -> None:
             listed = subprocess.run([python, "-m", "pip", "freeze"], capture_output=True, text=True, check=True).stdout
             packages = "|".join(re.split("[>=]", line)[0] for line in WANTED)
             print(f"{name}:", *re.findall(rf"^(?:{packages})==\S+", listed, re.M), flush=True)
-            words = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow", "-o", "filterwarnings=default"]
+            words = [
+                python,
+                "-m",
+                "pytest",
+                "-q",
+                "-p",
+                "no:cacheprovider",
+                "-m",
+                "not slow",
+                "-o",
+                "filterwarnings=default",
+            ]
             subprocess.run([*words, *sys.argv[1:], *TESTS], cwd=ROOT, check=True)
 
 

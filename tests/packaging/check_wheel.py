@@ -50,9 +50,12 @@ def main(extras: list[str]) -> None:
             names = {name.partition("/")[2] for name in archive.getnames()}
         assert {*KEPT} <= names, f"the sdist lacks {sorted({*KEPT} - names)}"
         with zipfile.ZipFile(wheel) as archive:
-            (page,) = (archive.read(name).decode() for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+            (page,) = (
+                archive.read(name).decode() for name in archive.namelist() if name.endswith(".dist-info/METADATA")
+            )
         lost = re.findall(r"\]\((?!https?:|#)[^)]*\)", page)
-        assert "# crystallite" in page and not lost, f"links that lead nowhere on a package index: {lost}"
+        assert "# crystallite" in page
+        assert not lost, f"links that lead nowhere on a package index: {lost}"
         place = Path(folder) / "empty"
         venv.create(place, with_pip=True)
         python = place / "bin" / "python"

@@ -43,7 +43,7 @@ def compiled(function: Any) -> Any:
 
 
 def compiled_or(plain: Any) -> Callable[[Any], Any]:
-    """Decorates a function that is compiled, or replaced by `plain` where there is no compiler: loops over all entries."""
+    """Decorates a loop over all entries: it is compiled, or replaced by `plain` where there is no compiler."""
     return compiled if COMPILES else lambda _function: plain
 
 
