@@ -14,7 +14,7 @@ test: $(VENV)/.dev
 
 test-all: $(VENV)/.dev $(VENV)/.llama
 	$(BIN)/python -m pytest -q
-	$(BIN)/python tests/packaging/without_numba.py
+	$(BIN)/python -m tests.helpers.without_numba
 	$(BIN)/python tests/packaging/check_versions.py
 	$(MAKE) wheel EXTRAS="onnx gguf hf pandas serve figures demo ray"
 
@@ -23,7 +23,7 @@ coverage: $(VENV)/.dev
 	$(PIP) coverage
 	rm -f .coverage .coverage.*
 	$(BIN)/coverage run -m pytest -q -m "not slow"
-	$(BIN)/coverage run tests/packaging/without_numba.py
+	$(BIN)/coverage run -m tests.helpers.without_numba
 	$(BIN)/coverage combine --quiet && $(BIN)/coverage report --skip-covered --sort=cover
 
 # 60 faults planted at random; make mutants COUNT=200 SEED=1

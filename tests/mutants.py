@@ -19,7 +19,7 @@ import sys
 import time
 from pathlib import Path
 
-import tests.packaging.without_numba  # noqa: F401
+import tests.helpers.without_numba  # noqa: F401
 
 ROOT = Path(__file__).parents[1]
 LEFT_OUT = {"vector_lanes.py", "kernels.py", "__init__.py"}  # kernels.py of structure runs, and is put back below

@@ -1,4 +1,4 @@
-"""Tests where numba cannot be imported: `without_numba.py [ARGUMENTS OF PYTEST]`."""
+"""Tests where numba cannot be imported: `python -m tests.helpers.without_numba [ARGUMENTS OF PYTEST]`."""
 
 import sys
 
