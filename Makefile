@@ -43,6 +43,7 @@ wheel: $(BIN)/python
 # pages and API reference into site/; ends at a link that leads nowhere
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "site/index.html; with search: $(PYTHON) -m http.server --bind 127.0.0.1 -d site"
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
