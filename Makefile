@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-all bench docs wheel lint format proto clean
+.PHONY: demo test test-all coverage mutants bench docs wheel lint format proto clean
 
 demo: $(VENV)/.demo
 	$(BIN)/crystallite demo
@@ -14,7 +14,22 @@ test: $(VENV)/.dev
 
 test-all: $(VENV)/.dev $(VENV)/.llama
 	$(BIN)/python -m pytest -q
+	$(BIN)/python -m tests.helpers.without_numba
+	$(BIN)/python tests/packaging/check_versions.py
 	$(MAKE) wheel EXTRAS="onnx gguf hf pandas serve figures demo ray"
+
+# share of src/ that the quick tests run; what is compiled runs as Python in the second part, where lines can be counted
+coverage: $(VENV)/.dev
+	$(PIP) coverage
+	rm -f .coverage .coverage.*
+	$(BIN)/coverage run -m pytest -q -m "not slow"
+	$(BIN)/coverage run -m tests.helpers.without_numba
+	$(BIN)/coverage combine --quiet && $(BIN)/coverage report --skip-covered --sort=cover
+
+# 60 faults planted at random; make mutants COUNT=200 SEED=1
+mutants: $(VENV)/.dev
+	$(PIP) cosmic-ray
+	$(BIN)/python -m tests.mutants $(or $(COUNT),60) $(or $(SEED),0)
 
 # make bench            every part;  make bench PART=decompose  one part
 bench: $(VENV)/.bench
@@ -28,6 +43,7 @@ wheel: $(BIN)/python
 # pages and API reference into site/; ends at a link that leads nowhere
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "site/index.html; with search: $(PYTHON) -m http.server --bind 127.0.0.1 -d site"
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy

@@ -7,6 +7,9 @@ import io
 import json
 import re
 import shlex
+import shutil
+import subprocess
+import sys
 import unicodedata
 from pathlib import Path
 
@@ -14,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from benchmarks.namespace import NAMESPACE
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -27,8 +31,8 @@ from tests.helpers.compressible import repeated
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-# A block that cannot run here has <!-- not run: reason --> on the line before it, and is listed here.
-NOT_RUN = {("ray.md", "needs a Ray cluster"), ("your_data.md", "needs a model with its tokenizer")}
+# A block that needs more has <!-- not run: reason --> on the line before it, is listed here, and has a slow test below.
+NOT_RUN = {("ray.md", "needs a Ray cluster")}
 BLOCK = re.compile(r"(?:<!-- not run: (?P<reason>[^\n]*) -->\n)?^```(?P<kind>\w*)\n(?P<text>.*?)^```$", re.M | re.S)
 COMMANDS = ("crystallite", "make", "python")
 
@@ -93,6 +97,15 @@ def gguf_page(folder):
     return {"cx": cx, "small": tiny.transformers.AutoModelForCausalLM.from_pretrained(folder)}
 
 
+def text_page(folder):
+    """A decoder in a folder with its tokenizer, and two files of text."""
+    tiny = pytest.importorskip("tests.helpers.text_models", reason="needs transformers")
+    tiny.language_model(folder / "my-hf-model")
+    (folder / "prose.txt").write_text(tiny.prose(2000))
+    (folder / "code.txt").write_text(tiny.prose(900, seed=1))
+    return {}
+
+
 # What the text of a page says that the reader has.
 GIVEN = {
     "README.md": compressed_page,
@@ -100,6 +113,7 @@ GIVEN = {
     "gguf.md": gguf_page,
     "serving.md": served_page,
     "upgrading.md": upgraded_page,
+    "your_data.md": text_page,
 }
 
 
@@ -123,6 +137,22 @@ def test_python_runs_and_prints_what_follows_it(page, tmp_path, monkeypatch):
                 exec(compile(text, page.name, "exec"), given)
             if page.name == "README.md" and following == "" and not expected.startswith(COMMANDS):
                 assert printed.getvalue() == expected
+
+
+@pytest.mark.slow
+def test_python_that_needs_a_cluster_runs(tmp_path):
+    """In a namespace with nothing but loopback, as Ray listens everywhere."""
+    pytest.importorskip("ray")
+    if shutil.which("unshare") is None or subprocess.run([*NAMESPACE, "true"], capture_output=True).returncode:
+        pytest.skip("Ray is tested in a namespace of its own, which `unshare` may not make here")
+    saved(network(), tmp_path / "small")
+    texts = [text for kind, text, reason in blocks(ROOT / "docs" / "ray.md") if kind == "python" and reason]
+    code = "from benchmarks.namespace import bring_loopback_up; bring_loopback_up()\nimport os, numpy as np\n"
+    code += f"os.chdir({str(tmp_path)!r})\nx = np.zeros((5, 12), np.float32)\n" + "\n".join(texts) + "\nprint(y.shape)"
+    words = [*NAMESPACE, sys.executable, "-c", code]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=1800, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert "http://127.0.0.1:" in done.stdout
 
 
 class Parsed(Exception):

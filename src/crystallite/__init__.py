@@ -1,7 +1,7 @@
 """Take trained neural networks apart along the structure that training left in them."""
 
 from importlib import import_module
-from sys import modules
+from sys import byteorder, modules
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -143,6 +143,15 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+
+def _refuse_big_endian() -> None:
+    """Files and bit patterns are read where they lie, lowest byte first."""
+    if byteorder == "big":
+        raise ImportError("crystallite runs on little-endian machines only; this one is big-endian (s390x, some ppc64)")
+
+
+_refuse_big_endian()
 
 # Where each name comes from: modules are imported when a name of theirs is first used, so that `import crystallite` and
 # `crystallite --help` do not wait for torch, numba and scipy. The imports above say the same to type checkers.

@@ -48,6 +48,15 @@ def test_pass_fail_and_what_is_kept(files, capsys):
     assert read_manifest(small)["verdict"]["passed"] is False
 
 
+def test_the_task_alone_can_judge(files, capsys):
+    folder, small = files
+    words = ("--data", folder / "data.npz", "--metric", "accuracy", "--max-relative-deviation", "none", "--json")
+    assert command("model", small, *words) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["rules"]["max_relative_deviation"] is None
+    assert [outcome["rule"] for outcome in found["outcomes"]] == ["max_drop"]
+
+
 def test_another_original_than_the_recorded_one_is_refused(files, capsys):
     folder, _ = files
     other = model()

@@ -6,11 +6,13 @@ The core is always tried; each extra in the same environment after it, so that t
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tarfile
 import tempfile
 import venv
+import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -47,6 +49,13 @@ def main(extras: list[str]) -> None:
         with tarfile.open(sdist) as archive:
             names = {name.partition("/")[2] for name in archive.getnames()}
         assert {*KEPT} <= names, f"the sdist lacks {sorted({*KEPT} - names)}"
+        with zipfile.ZipFile(wheel) as archive:
+            (page,) = (
+                archive.read(name).decode() for name in archive.namelist() if name.endswith(".dist-info/METADATA")
+            )
+        lost = re.findall(r"\]\((?!https?:|#)[^)]*\)", page)
+        assert "# crystallite" in page
+        assert not lost, f"links that lead nowhere on a package index: {lost}"
         place = Path(folder) / "empty"
         venv.create(place, with_pip=True)
         python = place / "bin" / "python"

@@ -186,6 +186,18 @@ def test_layers_of_other_shapes_are_skipped_and_named():
     assert [layer.name for layer in verdict.layers] == ["1"]
 
 
+def test_layers_that_became_two_are_compared_in_their_place():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+    other = copy.deepcopy(model)
+    other[0] = cx.LowRankLinear(nn.Linear(8, 4, bias=False), nn.Linear(4, 8))
+    other.append(nn.Linear(4, 4))
+    verdict = validate(model, other, torch.randn(30, 8))
+    assert [layer.name for layer in verdict.layers] == ["0", "2"]
+    assert verdict.layers[0].deviation > 0.1
+    assert verdict.skipped_layers == {"3": "only in one of the models"}
+
+
 def test_the_verdict_is_kept_in_the_artifact(tmp_path):
     model = classifier()
     small = cx.reorganize(model, level=None, only_if_faster=False).train()

@@ -11,11 +11,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic, overload
 
-from crystallite.core.parallel import compiled
+from crystallite.annealing import plain_kernels as plain
+from crystallite.core.compiling import intrinsic, ir, overload, types
+from crystallite.core.parallel import compiled, compiled_or
 
 __all__ = [
     "add_column_magnitudes",
@@ -34,7 +33,7 @@ _STRIP = 1024  # columns whose cells are in the nearest cache
 _LONG_STRIP = 8192
 
 
-@compiled
+@compiled_or(plain.bin_patterns)
 def bin_patterns(bits, mask, shift, counts):
     """counts[pattern >> shift] += 1 for every entry."""
     flat = bits.reshape(-1)
@@ -42,7 +41,7 @@ def bin_patterns(bits, mask, shift, counts):
         counts[(flat[i] & mask) >> shift] += 1
 
 
-@compiled
+@compiled_or(plain.collect_bin)
 def collect_bin(bits, mask, shift, wanted, out):
     """The patterns whose high bits are `wanted`, into `out`; returns how many there are."""
     flat = bits.reshape(-1)
@@ -55,7 +54,7 @@ def collect_bin(bits, mask, shift, wanted, out):
     return found
 
 
-@compiled
+@compiled_or(plain.magnitudes_of)
 def magnitudes_of(bits, mask, table, out):
     """out = table[pattern]: the numbers that 8- and 16-bit patterns stand for."""
     for i in range(bits.shape[0]):
@@ -63,7 +62,7 @@ def magnitudes_of(bits, mask, table, out):
             out[i, j] = table[bits[i, j] & mask]
 
 
-@compiled
+@compiled_or(plain.upper_halves)
 def upper_halves(bits, mask, out):
     """out = the 32-bit patterns whose upper halves the 16-bit patterns are, without their signs."""
     for i in range(bits.shape[0]):
@@ -94,7 +93,7 @@ def _magnitude_of(number):
     return lambda number: abs(number)
 
 
-@compiled
+@compiled_or(plain.add_column_magnitudes)
 def add_column_magnitudes(values, sums):
     """sums[j] += Σ_i |values[i, j]|; values of 16 bits are patterns of bfloat16, decoded in registers.
 
@@ -126,7 +125,7 @@ def add_column_magnitudes(values, sums):
                 strip[j] += _magnitude(row[j])
 
 
-@compiled
+@compiled_or(plain.add_row_magnitudes)
 def add_row_magnitudes(values, sums):
     """sums[i] += Σ_j |values[i, j]|, in eight interleaved partial sums so that the order of additions is fixed."""
     lanes = np.zeros(8)
@@ -167,7 +166,7 @@ def _count(cells, used, counts):
         counts[0, cells[j]] += 1
 
 
-@compiled
+@compiled_or(plain.bin_by_column)
 def bin_by_column(values, scales, start, split, split_cell, counts):
     """counts[cell of |value|·scale of its column] += 1, what lies beyond the last cell into it; scale 0 = leave out."""
     last = np.int32(counts.size - 1)
@@ -184,7 +183,7 @@ def bin_by_column(values, scales, start, split, split_cell, counts):
     counts += found.sum(0)[:-1]
 
 
-@compiled
+@compiled_or(plain.bin_by_row)
 def bin_by_row(values, scales, start, split, split_cell, counts):
     """`bin_by_column` with one scale per row."""
     last = np.int32(counts.size - 1)

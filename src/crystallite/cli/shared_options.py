@@ -52,11 +52,11 @@ def swept_level(text: str) -> float | str:
         raise argparse.ArgumentTypeError(f"{expected}, got {text!r}") from None
 
 
-def _number_or_auto(text: str) -> float | str:
+def _number_auto_or_none(text: str) -> float | str | None:
     try:
-        return text if text == "auto" else float(text)
+        return None if text == "none" else text if text == "auto" else float(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f'expected a number or "auto", got {text!r}') from None
+        raise argparse.ArgumentTypeError(f'expected a number, "auto" or "none", got {text!r}') from None
 
 
 MODEL = Option(
@@ -134,8 +134,8 @@ RULES = (
     Option("max_drop", "largest drop of the metric that is accepted, in its units; of perplexity, as a share", float,
            0.01, needs="--metric"),
     Option("min_agreement", "smallest share of samples that must keep their argmax", float),
-    Option("max_relative_deviation", 'largest relative deviation of an output that is accepted; "auto" is 0.1, or none '
-           "with --metric perplexity", _number_or_auto, "auto", metavar="DEVIATION"),
+    Option("max_relative_deviation", 'largest relative deviation of an output that is accepted, "none" for any; "auto" '
+           "is 0.1, or none with --metric perplexity", _number_auto_or_none, "auto", metavar="DEVIATION"),
     Option("quantile", "share of the samples that must keep to the largest deviation", float, 1.0),
     Option("confidence", "confidence with which a drop or an agreement must be shown", float, 0.95),
 )  # fmt: skip

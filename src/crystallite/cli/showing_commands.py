@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from crystallite.cli.options import Command, Option
-from crystallite.cli.shared_options import ANNEALING, CHECKPOINT_FILE, IGNORE, JSON, TARGETS
+from crystallite.cli.shared_options import ANNEALING, CHECKPOINT_FILE, IGNORE, JSON, ORIGINAL, TARGETS
 
 __all__ = ["COMPLETION", "DEMO", "REPORT"]
 
@@ -21,6 +21,7 @@ REPORT = Command(
         Option("force", "replace the page if it exists", takes="nothing", default=False, own=True),
         Option("reorganized", "folders that reorganize, compress or upgrade wrote; the verdicts in them are shown",
                Path, takes="many", metavar="FOLDER"),
+        replace(ORIGINAL, needs="--reorganized"),
         Option("verdict", "file with what validate --json printed, of one folder", Path, metavar="FILE",
                must_be="there"),
         Option("front", "file with JSON rows: name, family, macs, latency_ms, quality", Path, metavar="FILE",
@@ -41,6 +42,7 @@ REPORT = Command(
   crystallite report ./my-hf-model --out report.html --reorganized small smaller --figures figures
   crystallite validate original small --data held_out.npz --levels default --json > verdict.json
   crystallite report ./my-hf-model --force --reorganized small --verdict verdict.json
+  crystallite report weights.safetensors --reorganized small --original my_model.py:build
 """,
 )  # fmt: skip
 DEMO = Command(

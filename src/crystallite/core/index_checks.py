@@ -12,12 +12,11 @@ from __future__ import annotations
 import os
 from typing import Any
 
-import numba
-from llvmlite import ir
+from crystallite.core.compiling import COMPILES, ir, numba
 
 __all__ = ["CHECK_INDICES", "check_span"]
 
-CHECK_INDICES = os.environ.get("CRYSTALLITE_CHECK_INDICES", "0") not in ("", "0")
+CHECK_INDICES = COMPILES and os.environ.get("CRYSTALLITE_CHECK_INDICES", "0") not in ("", "0")
 if CHECK_INDICES:
     numba.config.BOUNDSCHECK = 1  # for all that is compiled in this process, whoever calls it
 

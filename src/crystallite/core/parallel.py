@@ -12,12 +12,12 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from numba import njit
 
 from crystallite.core.arrays import Magnitudes
+from crystallite.core.compiling import COMPILES, njit
 from crystallite.core.index_checks import CHECK_INDICES
 
-__all__ = ["compiled", "over_rows", "over_tasks", "run_on_openmp_threads", "thread_count"]
+__all__ = ["compiled", "compiled_or", "over_rows", "over_tasks", "run_on_openmp_threads", "thread_count"]
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
@@ -30,13 +30,21 @@ def compiled(function: Any) -> Any:
 
     numba refuses a cache it can write nowhere (read-only packages and no home, as in many containers); without one
     each process compiles for itself. What is kept checks no index, so it is not used where indices are checked.
+    Without numba it stays what it is.
     """
+    if not COMPILES:
+        return function
     if CHECK_INDICES:
         return njit(nogil=True)(function)
     try:
         return njit(nogil=True, cache=True)(function)
     except RuntimeError:
         return njit(nogil=True)(function)
+
+
+def compiled_or(plain: Any) -> Callable[[Any], Any]:
+    """Decorates a loop over all entries: it is compiled, or replaced by `plain` where there is no compiler."""
+    return compiled if COMPILES else lambda _function: plain
 
 
 def thread_count(matrix: Magnitudes) -> int:

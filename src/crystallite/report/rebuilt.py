@@ -33,6 +33,7 @@ _ACROSS = 4  # of these in a line
 _SIDE, _TOP = 160, 34  # of a picture of blocks
 _GRID = 64  # its cells along a side
 _CELL, _SCALE = 86, 62  # of a layer that is drawn to scale: the room it has, and its longer side
+_LINE = _CELL + 35  # of such layers, with their names below
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,7 +138,7 @@ def _to_scale(changed: list[LayerChange]) -> dict[str, Drawing]:
         Label(0, 12, "outlined: as it was; filled: what is left, of a low rank its two factors", size=10)
     ]
     for place, (change, operator) in enumerate(shown):
-        x, y = place % _ACROSS * (_CELL + 4), 22 + place // _ACROSS * (_CELL + 22)
+        x, y = place % _ACROSS * (_CELL + 4), 22 + place // _ACROSS * _LINE
         (rows, tall), (cols, wide) = operator.outputs, operator.inputs
         unit = _SCALE / max(tall, wide)
         if operator.rank:
@@ -146,16 +147,30 @@ def _to_scale(changed: list[LayerChange]) -> dict[str, Drawing]:
         else:
             shapes.append(Box(x, y, cols * unit, rows * unit, "blue"))
         shapes.append(Box(x, y, wide * unit, tall * unit, "muted", filled=False))
-        shapes += [Label(x, y + _SCALE + 14, _short(change.name, 14), size=10)]
-        shapes += [Label(x, y + _SCALE + 27, percent(change.macs_after / change.macs_before), "ink", size=10)]
-    lines = -(-len(shown) // _ACROSS)
+        share = percent(change.macs_after / change.macs_before)
+        lines = [(text, "muted") for text in _in_lines(change.name, 14)] + [(share, "ink")]
+        shapes += [Label(x, y + _SCALE + 14 + 13 * i, *line, size=10) for i, line in enumerate(lines)]
+    height = 22 + -(-len(shown) // _ACROSS) * _LINE
     more = f" The {len(shown)} that save most of {len(sized)} are drawn." if len(sized) > len(shown) else ""
     text = f"Layers drawn to scale: the outline is the layer as it was, filled what is left of it.{more}"
-    return {"What is left of each layer": Drawing(WIDTH, 22 + lines * (_CELL + 22), text, tuple(shapes))}
+    return {"What is left of each layer": Drawing(WIDTH, height, text, tuple(shapes))}
 
 
 def _short(name: str, most: int) -> str:
     return name if len(name) <= most else "…" + name[1 - most :]
+
+
+def _in_lines(name: str, most: int) -> list[str]:
+    """A name in one line or two, cut at a dot; what is longer loses its beginning.
+
+    >>> _in_lines("head", 14), _in_lines("blocks.2.channels.0", 14), _in_lines("encoder.layer.1.attention.dense", 14)
+    (['head'], ['blocks.', '2.channels.0'], ['….1.attention.', 'dense'])
+    """
+    if len(name) <= most:
+        return [name]
+    cut = name.find(".", len(name) - most - 1) + 1  # the longest end that begins after a dot
+    cut = cut if 0 < cut < len(name) else len(name) - most
+    return [_short(name[:cut], most), name[cut:]]
 
 
 def _sized(change: LayerChange) -> Iterator[Any]:

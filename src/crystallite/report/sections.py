@@ -78,7 +78,12 @@ def _counted(judged: Sequence[Row]) -> str:
 
 def figure(value: Any) -> str:
     """A figure of quality: shares as percentages."""
-    return "–" if value is None else percent(value) if 0 <= value <= 1 else number(value)
+    return "–" if value is None else f"{100 * value:.1f}%" if 0 <= value <= 1 else number(value)
+
+
+def _named(row: Row) -> Row:
+    """The row with the page's word for what was made of the model."""
+    return {"rebuilt" if key == "reorganized" else key: value for key, value in row.items()}
 
 
 def _faster(timed: Mapping[str, float]) -> str:
@@ -130,7 +135,7 @@ def validation_section(verdict: Mapping[str, Any], name: str = "") -> Section:
         "Samples that differ most": verdict.get("worst"),
         "Comparisons": verdict.get("comparisons"),
     }
-    shown = {caption: [_flat(row) for row in rows] for caption, rows in tables.items() if rows}
+    shown = {caption: [_named(_flat(row)) for row in rows] for caption, rows in tables.items() if rows}
     samples = f" on {verdict['samples']:,} samples" if verdict.get("samples") else ""
     title = "Validation" + f": {name}" * bool(name)
     return Section(title, f"The original and the rebuilt network side by side{samples}.", tables=shown)

@@ -16,9 +16,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit, types
-from numba.extending import overload
 
+from crystallite.core.compiling import njit, overload, types
 from crystallite.core.parallel import compiled
 from crystallite.structure.lanes import LANES, any_lane, bit_count, lowest_bit, surviving_lanes, unsettled_lanes
 

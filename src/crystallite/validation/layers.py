@@ -35,13 +35,15 @@ def comparable(model: nn.Module) -> nn.Module:
 class LayerWatch:
     """Compares what layers of the same name return while both models run on the same batch: first the original.
 
-    Layers are the modules with parameters of their own. Each batch is a `with` of its own, in which the original's
-    outputs are held until the other model has run.
+    Layers are the modules of the original with parameters of their own, whatever the other model has in their places.
+    Each batch is a `with` of its own, in which the original's outputs are held until the other model has run.
     """
 
     def __init__(self, original: nn.Module, other: nn.Module) -> None:
-        layers, others = ({n: m for n, m in model.named_modules() if m._parameters} for model in (original, other))
-        self._skipped = dict.fromkeys(layers.keys() ^ others.keys(), "only in one of the models")
+        layers, others = {n: m for n, m in original.named_modules() if m._parameters}, dict(other.named_modules())
+        added = [n for n, m in others.items() if m._parameters and not any(_is_part(n, layer) for layer in layers)]
+        alone = [*(name for name in layers if name not in others), *added]
+        self._skipped = dict.fromkeys(alone, "only in one of the models")
         self._waiting: dict[str, list[Tensor]] = {}
         self._sums: dict[str, tuple[float, float]] = {}
         self._handles: list[RemovableHandle] = []
@@ -63,8 +65,8 @@ class LayerWatch:
     def done(self) -> tuple[tuple[LayerDeviation, ...], dict[str, str]]:
         """Every layer that could be compared, in the order of the original, and why others could not."""
         found, skipped = [], dict(self._skipped)
-        for name in self._pairs.keys() - skipped.keys():
-            if name not in self._sums:
+        for name in self._pairs:
+            if name not in skipped and name not in self._sums:
                 skipped[name] = "it did not run by itself"
         for name, (difference, size) in self._sums.items():
             if name not in skipped:
@@ -96,6 +98,11 @@ class LayerWatch:
             self._sums[name] = difference + float(apart), size + float(expected.float().norm() ** 2)
 
         return hook
+
+
+def _is_part(name: str, layer: str) -> bool:
+    """Whether a module is this layer, or one of the smaller ones that it became."""
+    return name == layer or name.startswith(f"{layer}.") or not layer
 
 
 def _first_tensor(output: Any) -> Tensor | None:

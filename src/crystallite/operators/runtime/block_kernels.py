@@ -20,8 +20,8 @@ import math
 from typing import Any
 
 import numpy as np
-from numba import njit
 
+from crystallite.core.compiling import njit
 from crystallite.operators.runtime.functions import erf, sigmoid, tanh
 from crystallite.operators.runtime.instructions import (
     copy_line,

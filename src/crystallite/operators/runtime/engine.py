@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.utils.parametrize import is_parametrized
 
+from crystallite.core.compiling import COMPILES
 from crystallite.core.errors import InvalidMatrix
 from crystallite.core.parallel import run_on_openmp_threads
 from crystallite.operators.runtime import block_kernels as kernels
@@ -121,7 +122,8 @@ def can_run_compiled(x: Tensor, module: nn.Module, halves: bool = False) -> bool
     That is gradients of both modes, tracing, compiling, vmap, autocast, and dispatch modes such as counters.
     """
     if (
-        torch.compiler.is_compiling()
+        not COMPILES
+        or torch.compiler.is_compiling()
         or type(x) is not Tensor
         or x.device.type != "cpu"
         or x.dtype not in (_KERNEL_DTYPES + _HALVES if halves else _KERNEL_DTYPES)

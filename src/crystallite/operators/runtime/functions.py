@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
+
+from crystallite.core.compiling import intrinsic, ir, types
 
 __all__ = ["erf", "sigmoid", "tanh"]
 

@@ -9,12 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from llvmlite import ir
-from numba import types
-from numba.core import cgutils
-from numba.core.errors import TypingError
-from numba.extending import intrinsic
-
+from crystallite.core.compiling import cgutils, intrinsic, ir, numba, types
 from crystallite.operators.runtime.tile import PANEL, Tile
 
 __all__ = [
@@ -44,7 +39,7 @@ def tile_product(rows: int, panels: int) -> Any:
         _typing: Any, start: Any, left: Any, row: Any, first: Any, weight: Any, panel: Any, out: Any, column: Any
     ) -> Any:
         if any(array.layout != "C" for array in (start, left, weight, out)):
-            raise TypingError("tile_product: expected C-contiguous arrays")
+            raise numba.TypingError("tile_product: expected C-contiguous arrays")
         index = types.intp
         signature = types.void(start, left, index, index, weight, index, out, index)
 
@@ -101,7 +96,7 @@ def line_product(rows: int) -> Any:
         place: Any,
     ) -> Any:  # fmt: skip
         if any(array.layout != "C" for array in (weight, bias, lines, out)):
-            raise TypingError("line_product: expected C-contiguous arrays")
+            raise numba.TypingError("line_product: expected C-contiguous arrays")
         index = types.intp
         signature = types.void(weight, index, bias, types.boolean, lines, index, index, out, index)
 
@@ -165,7 +160,7 @@ def shifted_product(rows: int, vectors: int) -> Any:
     @intrinsic
     def product(_typing: Any, weight: Any, row: Any, steps: Any, numbers: Any, first: Any, out: Any) -> Any:
         if any(array.layout != "C" for array in (weight, steps, numbers, out)):
-            raise TypingError("shifted_product: expected C-contiguous arrays")
+            raise numba.TypingError("shifted_product: expected C-contiguous arrays")
         signature = types.void(weight, types.intp, steps, numbers, types.intp, out)
 
         def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
@@ -207,7 +202,7 @@ def dot_rows(rows: int, ways: int) -> Any:
     @intrinsic
     def dots(_typing: Any, weight: Any, row: Any, x: Any, first: Any, out: Any, place: Any) -> Any:
         if any(array.layout != "C" for array in (weight, x, out)):
-            raise TypingError("dot_rows: expected C-contiguous arrays")
+            raise numba.TypingError("dot_rows: expected C-contiguous arrays")
         signature = types.void(weight, types.intp, x, types.intp, out, types.intp)
 
         def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
@@ -264,7 +259,7 @@ def dot_rows(rows: int, ways: int) -> Any:
 def copy_line(_typing: Any, source: Any, line: Any, add: Any, target: Any, place: Any) -> Any:
     """target[place] = source[line] + add, each a cache line of numbers; C-contiguous and of one dtype."""
     if any(array.layout != "C" for array in (source, target)):
-        raise TypingError("copy_line: expected C-contiguous arrays")
+        raise numba.TypingError("copy_line: expected C-contiguous arrays")
     signature = types.void(source, types.intp, source.dtype, target, types.intp)
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
@@ -287,7 +282,7 @@ def copy_numbers(_typing: Any, source: Any, start: Any, count: Any, add: Any, ta
     The source may be of 16 bits.
     """
     if any(array.layout != "C" for array in (source, target)):
-        raise TypingError("copy_numbers: expected C-contiguous arrays")
+        raise numba.TypingError("copy_numbers: expected C-contiguous arrays")
     signature = types.void(source, types.intp, types.intp, target.dtype, target, types.intp)
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
@@ -316,7 +311,7 @@ def transpose_tile(_typing: Any, source: Any, start: Any, stride: Any, target: A
     Both are vectors, C-contiguous and of one dtype.
     """
     if any(array.layout != "C" for array in (source, target)):
-        raise TypingError("transpose_tile: expected C-contiguous arrays")
+        raise numba.TypingError("transpose_tile: expected C-contiguous arrays")
     signature = types.void(source, types.intp, types.intp, target, types.intp, types.intp)
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:

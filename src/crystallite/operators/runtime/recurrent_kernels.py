@@ -9,8 +9,8 @@ doing it.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
+from crystallite.core.compiling import njit
 from crystallite.core.parallel import compiled
 from crystallite.operators.runtime.functions import sigmoid, tanh
 from crystallite.operators.runtime.instructions import tile_product

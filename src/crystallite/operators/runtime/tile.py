@@ -8,10 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from llvmlite import ir
-from numba import types
-from numba.core import cgutils
-
+from crystallite.core.compiling import cgutils, ir, types
 from crystallite.core.index_checks import check_span
 
 __all__ = ["PANEL", "Tile"]

@@ -7,8 +7,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba.extending import overload
 
+from crystallite.core.compiling import overload
 from crystallite.operators.runtime.instructions import copy_numbers
 
 __all__ = ["wide_rows", "wide_vector"]

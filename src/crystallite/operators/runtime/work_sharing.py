@@ -8,10 +8,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from llvmlite import ir
-from numba import carray, cfunc, njit, types
-from numba.extending import intrinsic
-
+from crystallite.core.compiling import carray, cfunc, intrinsic, ir, njit, types
 from crystallite.core.index_checks import CHECK_INDICES
 
 __all__ = ["array_at", "claim", "finish", "member", "part", "wait"]
