@@ -19,7 +19,7 @@ import sys
 import time
 from pathlib import Path
 
-import tests.helpers.without_numba  # noqa: F401
+from tests.helpers.without_numba import forbid_numba
 
 ROOT = Path(__file__).parents[1]
 LEFT_OUT = {"vector_lanes.py", "kernels.py", "__init__.py"}  # kernels.py of structure runs, and is put back below
@@ -28,6 +28,7 @@ LONG = ["--deselect=tests/annealing/test_calibration.py", "--deselect=tests/stru
 
 
 def main(count: int = 60, seed: int = 0) -> None:
+    forbid_numba()
     source = ROOT / "src" / "crystallite"
     files = [
         p for room in ("structure", "annealing") for p in sorted((source / room).glob("*.py")) if p.name not in LEFT_OUT

@@ -67,7 +67,7 @@ def run(code):
 
 @pytest.mark.skipif(not COMPILES, reason="numba is not there: all tests run without it")
 def test_the_verbs_give_the_same_without_numba():
-    compiled, plain = run(VERBS), run(f"import tests.helpers.without_numba\n{VERBS}")
+    compiled, plain = run(VERBS), run(f"from tests.helpers.without_numba import forbid_numba\nforbid_numba()\n{VERBS}")
     assert (compiled.pop("compiles"), plain.pop("compiles")) == (True, False)
     for found in (compiled, plain):
         assert max(*found.pop("exact"), found.pop("states")) < 1e-5

@@ -2,9 +2,14 @@
 
 import sys
 
-sys.modules["numba"] = sys.modules["llvmlite"] = None  # an import of them fails from here on
+
+def forbid_numba() -> None:
+    """An import of numba fails from here on, in all of this process."""
+    sys.modules["numba"] = sys.modules["llvmlite"] = None
+
 
 if __name__ == "__main__":
+    forbid_numba()
     import pytest
 
     rooms = [f"tests/{room}" for room in ("core", "structure", "annealing", "operators", "reorganization")]
