@@ -173,7 +173,8 @@ class Plan:
     ) -> None:  # fmt: skip
         self.outputs = outputs
         parts = [] if module is None else list(module.modules())
-        self._homes = [home for part in parts for home in (part._parameters, part._buffers, part._modules) if home]
+        homes = ((part._parameters, part._buffers, part._modules) for part in parts)
+        self._homes: list[dict[str, Any]] = [home for some in homes for home in some if home]
         self._held = [thing for home in self._homes for thing in home.values()]
         self._tensors = [t for t in self._held if isinstance(t, Tensor)]
         self._places = [t.data_ptr() for t in self._tensors]
