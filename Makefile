@@ -10,7 +10,7 @@ demo: $(VENV)/.demo
 	$(BIN)/crystallite demo
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -q -n 2 --dist loadgroup -m "not slow"
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not slow"
 
 test-all: $(VENV)/.dev $(VENV)/.llama
 	$(BIN)/python -m pytest -q

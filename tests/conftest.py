@@ -13,15 +13,6 @@ settings.load_profile("any machine")
 THREADED = {"analysis", "annealing", "serving", "structure", "weights"}
 
 
-# One worker has all tests of a file, whose fixtures take long; those of Ray start several nodes, so one has them all.
-RAY = {"test_ray.py", "test_ray_engine.py"}
-
-
-def pytest_collection_modifyitems(items):
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group("ray" if item.path.name in RAY else str(item.path)))
-
-
 @pytest.fixture(scope="module", autouse=True)
 def threads(request):
     before = torch.get_num_threads()

@@ -52,3 +52,16 @@ def test_refusals_are_counted(url):
     load = asyncio.run(run(ask))
     assert load.latencies == []
     assert load.refused.keys() == {"404"}
+
+
+def test_answers_in_binary_are_read_to_their_end(url):
+    """They have two headers whose names end in content-length."""
+    x = torch.zeros(1, 1024)
+    tensor = {"name": "input", "datatype": "FP32", "shape": [1, 1024], "parameters": {"binary_data_size": 4096}}
+    header = json.dumps({"inputs": [tensor], "parameters": {"binary_data_output": True}}).encode()
+    head = f"POST /v2/models/small/infer HTTP/1.1\r\nInference-Header-Content-Length: {len(header)}"
+    where = urlsplit(url)
+    body = (header + x.numpy().tobytes()).hex()
+    load = asyncio.run(run(Ask(where.hostname, where.port, [(head, body)], 2, 0.2, warmup=0.0)))
+    assert load.latencies
+    assert load.refused == {}

@@ -73,7 +73,7 @@ class _Client(asyncio.Protocol):
         head, end, body = self._received.partition(b"\r\n\r\n")
         if not end:
             return
-        _, _, rest = head.lower().partition(b"content-length:")
+        _, _, rest = head.lower().partition(b"\r\ncontent-length:")  # answers in binary have a longer name that ends so
         if len(body) < int(rest.split(b"\r\n", 1)[0] or 0):
             return
         now = time.perf_counter()
