@@ -54,14 +54,22 @@ def test_refusals_are_counted(url):
     assert load.refused.keys() == {"404"}
 
 
-def test_answers_in_binary_are_read_to_their_end(url):
-    """They have two headers whose names end in content-length."""
-    x = torch.zeros(1, 1024)
-    tensor = {"name": "input", "datatype": "FP32", "shape": [1, 1024], "parameters": {"binary_data_size": 4096}}
-    header = json.dumps({"inputs": [tensor], "parameters": {"binary_data_output": True}}).encode()
-    head = f"POST /v2/models/small/infer HTTP/1.1\r\nInference-Header-Content-Length: {len(header)}"
-    where = urlsplit(url)
-    body = (header + x.numpy().tobytes()).hex()
-    load = asyncio.run(run(Ask(where.hostname, where.port, [(head, body)], 2, 0.2, warmup=0.0)))
+def test_answers_in_binary_are_read_to_their_end():
+    """They have two headers whose names end in content-length, and may come in parts."""
+
+    async def answer(reader, writer):
+        while await reader.readuntil(b"\r\n\r\n"):
+            await reader.readexactly(2)
+            writer.write(b"HTTP/1.1 200 OK\r\nInference-Header-Content-Length: 3\r\nContent-Length: 9\r\n\r\n123")
+            await writer.drain()
+            await asyncio.sleep(0.01)
+            writer.write(b"456789")
+
+    async def loaded():
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            return await run(Ask("127.0.0.1", port, [("POST / HTTP/1.1", "7b7d")], 1, 0.3, warmup=0.0))
+
+    load = asyncio.run(loaded())
     assert load.latencies
     assert load.refused == {}
