@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from crystallite.serving import engine
+from crystallite.serving.copies import copy_sharing_weights
 from crystallite.serving.engine import LocalEngine
 
 
@@ -54,7 +55,7 @@ def test_batches_that_run_at_once_do_not_see_each_other():
         assert torch.equal(y, 2 * x)
     with torch.no_grad():
         model.scale.fill_(3.0)  # … and one weight
-    assert torch.equal(engine._twin(model)(inputs[1]), 3 * inputs[1])
+    assert torch.equal(copy_sharing_weights(model)(inputs[1]), 3 * inputs[1])
 
 
 @pytest.mark.usefixtures("cores")

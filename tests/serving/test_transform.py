@@ -2,15 +2,20 @@
 
 import asyncio
 import re
+import threading
 import time
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
 from crystallite.serving import Limits, Refusal, transform
+from crystallite.serving.cuts.calls import call_pieces
 from crystallite.serving.engine import LocalEngine, Unreachable
+from crystallite.serving.interface import NamedModel
 from crystallite.serving.metrics import Metrics
+from crystallite.serving.network import Inside, Network
 from crystallite.serving.plan import arrange
 from crystallite.serving.transform import Transform
 from tests.helpers.artifacts import APART, network, small
@@ -105,3 +110,60 @@ def test_threads_of_the_process_stay_as_they_were(cut, x):
     before = torch.get_num_threads()
     run(cut[1], {}, x)
     assert torch.get_num_threads() == before
+
+
+class Keeping(nn.Module):
+    """Keeps its input on itself while a piece computes, as some models' code does."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((1,), 2.0))
+        self.kept = None
+
+    def forward(self, x):
+        self.kept = x
+        call_pieces([("piece", {"input": x})])
+        return self.kept * self.scale
+
+
+class Locked(Keeping):
+    """One that cannot be copied."""
+
+    def __init__(self):
+        super().__init__()
+        self.lock = threading.Lock()
+
+
+class Slow:
+    """An engine that would take many batches at once, as a cluster does, and counts how many it had."""
+
+    batches = 8
+
+    def __init__(self):
+        self.running = self.most = 0
+
+    async def run(self, _piece, given):
+        self.running += 1
+        self.most = max(self.most, self.running)
+        await asyncio.sleep(0.05)
+        self.running -= 1
+        return given
+
+
+@pytest.mark.parametrize(("kind", "at_once"), [(Keeping, 8), (Locked, 1)])
+def test_batches_inside_a_model_do_not_see_each_other(kind, at_once):
+    model, engine = kind(), Slow()
+    inputs = [torch.full((3,), float(i)) for i in range(8)]
+
+    async def scenario():
+        tier = Transform("small", Network((Inside(NamedModel(model, ("input",))),), {}), engine, LIMITS, Metrics())
+        try:
+            answers = await asyncio.gather(*(tier.run({"input": x}) for x in inputs))
+            return tier.batches, [answer["output"] for answer in answers]
+        finally:
+            await tier.close()
+
+    batches, answers = asyncio.run(scenario())
+    assert (batches, engine.most) == (at_once, at_once)
+    for x, y in zip(inputs, answers, strict=True):
+        assert torch.equal(y, 2 * x)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import threading
 import time
 from collections.abc import Mapping
@@ -13,6 +12,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from crystallite.serving.copies import can_be_copied, copy_sharing_weights
 from crystallite.serving.interface import computed
 from crystallite.serving.machine import usable_cores
 from crystallite.serving.signature import Tensors
@@ -63,7 +63,7 @@ class LocalEngine:
     def __init__(self, pieces: Mapping[str, nn.Module]) -> None:
         self._pieces = dict(pieces)
         threads = torch.get_num_threads()
-        self._most = max(1, usable_cores() // threads) if _have_twins(pieces) else 1
+        self._most = max(1, usable_cores() // threads) if all(map(can_be_copied, pieces.values())) else 1
         self._seconds = 0.0  # of the last call
         self._own = threading.local()  # modules of a thread
         workers = max(1, min(len(pieces), threads)) * self._most
@@ -80,7 +80,7 @@ class LocalEngine:
         module, own = self._pieces[piece], self._own.__dict__
         if self._most > 1:
             if piece not in own:
-                own[piece] = _twin(module)
+                own[piece] = copy_sharing_weights(module)
             module = own[piece]
         began = time.perf_counter()
         answer = computed(module, given)
@@ -93,17 +93,3 @@ class LocalEngine:
     async def close(self) -> None:
         await asyncio.to_thread(self._pool.shutdown)
         self._pieces.clear()
-
-
-def _twin(module: nn.Module) -> nn.Module:
-    """A copy of a module that shares its weights."""
-    return copy.deepcopy(module, {id(weight): weight for weight in module.parameters()})
-
-
-def _have_twins(pieces: Mapping[str, nn.Module]) -> bool:
-    try:
-        for module in pieces.values():
-            _twin(module)
-    except Exception:  # code of somebody's own that cannot be copied
-        return False
-    return True

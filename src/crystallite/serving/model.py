@@ -22,7 +22,7 @@ from crystallite.models.manifest import check_weights, is_saved, read_manifest, 
 from crystallite.models.opening import open_mapped
 from crystallite.models.record import find_record
 from crystallite.serving.batching import Batcher
-from crystallite.serving.engine import Engine, LocalEngine
+from crystallite.serving.engine import Engine
 from crystallite.serving.example import Example, examples
 from crystallite.serving.joining import Joining
 from crystallite.serving.limits import Limits
@@ -187,12 +187,7 @@ class ServedModel:
         """A model whose pieces run on an engine."""
         transform = Transform(cut.name, cut.network, engine, limits, metrics)
         statistics = Statistics()
-        is_own_code = isinstance(engine, LocalEngine) and any(isinstance(step, Inside) for step in cut.network.steps)
-
-        def batches() -> int:
-            return 1 if is_own_code else engine.batches  # what runs in the transform tier has no copies
-
-        batcher = Batcher(cut.name, transform.run, cut.joining, limits, metrics, statistics, batches)
+        batcher = Batcher(cut.name, transform.run, cut.joining, limits, metrics, statistics, lambda: transform.batches)
         reader = None if cut.text is None else TextReader(cut.text)
         known = cut.name, cut.version, cut.plan, cut.signature, cut.example
         return cls(*known, batcher, transform, engine, statistics, reader)

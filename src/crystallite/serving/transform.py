@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
+from crystallite.serving.copies import Copies
 from crystallite.serving.cuts.calls import Request, calls_go_to
 from crystallite.serving.engine import Engine, Unreachable
 from crystallite.serving.interface import computed, only
@@ -33,7 +34,15 @@ class Transform:
     def __init__(self, model: str, network: Network, engine: Engine, limits: Limits, metrics: Metrics) -> None:
         self._model, self._steps, self._engine = model, network.steps, engine
         self._limits, self._metrics = limits, metrics
+        self._copies = {
+            step: Copies(step.module) for step in network.steps if isinstance(step, Inside) and step.module is not None
+        }
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="crystallite-transform")  # started when needed
+
+    @property
+    def batches(self) -> int:
+        """That are worth having under way at once, now: one where code of a model cannot be copied."""
+        return self._engine.batches if all(copies.are_possible for copies in self._copies.values()) else 1
 
     async def run(self, given: Tensors) -> Tensors:
         """The model's answer; a `Refusal` that names the piece if one failed as often as was tried."""
@@ -67,15 +76,14 @@ class Transform:
                 return found
 
     async def _inside(self, step: Inside, given: Tensors) -> Tensors:
-        """The model's own code, in a thread that waits where it needs pieces."""
-        loop, module = asyncio.get_running_loop(), step.module
-        assert module is not None
+        """The model's own code, in a thread that waits where it needs pieces, on a copy that no other batch uses."""
+        loop, copies = asyncio.get_running_loop(), self._copies[step]
 
         def call(requests: Sequence[Request]) -> list[Tensors]:
             return asyncio.run_coroutine_threadsafe(self._all(requests), loop).result()
 
         def compute() -> Tensors:
-            with calls_go_to(call):
+            with calls_go_to(call), copies.lent() as module:
                 return computed(module, given)
 
         return await loop.run_in_executor(self._pool, contextvars.copy_context().run, compute)  # spans go on
