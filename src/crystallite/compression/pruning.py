@@ -25,7 +25,7 @@ from crystallite.graph.neuron_groups import (
 from crystallite.graph.trace import Spaces, Untraceable
 from crystallite.graph.trials import acts_alone, can_remove, can_rotate, compares_alone, is_normed
 from crystallite.models.record import OUTSIDE_EXPERTS
-from crystallite.statistics.regression import Regression
+from crystallite.statistics.regression import Regression, Weighed
 
 __all__ = ["Prunable", "eliminate", "elimination_order", "find_prunable", "find_prunable_with_experts"]
 
@@ -163,7 +163,7 @@ def _embedded_together(groups: Sequence[NeuronGroup]) -> tuple[NeuronGroup, ...]
 
 
 def eliminate(
-    regression: Regression, sizes: Sequence[int], places: Tensor | None = None
+    regression: Regression | Weighed, sizes: Sequence[int], places: Tensor | None = None
 ) -> dict[int, tuple[Tensor, Tensor]]:
     """For each size, which neurons that a layer reads to keep, and the best weight that is zero for all others.
 
@@ -194,7 +194,9 @@ def eliminate(
     return found
 
 
-def elimination_order(regression: Regression, sizes: Sequence[int], places: Tensor) -> tuple[Tensor, dict[int, float]]:
+def elimination_order(
+    regression: Regression | Weighed, sizes: Sequence[int], places: Tensor
+) -> tuple[Tensor, dict[int, float]]:
     """The neurons, those that stay longest first, and for each size what the best weight without the others costs.
 
     See `eliminate`. Neurons that go between two sizes stand in the order of their numbers.
@@ -211,7 +213,7 @@ def elimination_order(regression: Regression, sizes: Sequence[int], places: Tens
 
 
 def _eliminated(
-    regression: Regression, sizes: Sequence[int], places: Tensor
+    regression: Regression | Weighed, sizes: Sequence[int], places: Tensor
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, float]]:
     """Neurons that are left, inputs that are none, the weight for both of them, and what it costs; largest first."""
     inputs, device, (count, width) = len(regression.metric), regression.metric.device, places.shape

@@ -101,13 +101,14 @@ class Moments:
 
     @property
     def _squares(self) -> Tensor:
-        """Σ xxᵀ around the origin, both halves."""
+        """Σ xxᵀ around the origin, both halves; the sums themselves, no copy."""
         self._sum()
-        found = self.xx.triu()
+        found = self.xx
         step = max(-(-len(found) // _PARTS), _LEAST)
         for start in range(0, len(found), step):  # in parts: the matrix may be large
             stop = start + step
-            found[start:stop, start:stop] += found[start:stop, start:stop].triu(1).T
+            half = found[start:stop, start:stop].triu()
+            found[start:stop, start:stop] = half + half.triu(1).T
             found[stop:, start:stop] = found[start:stop, stop:].T
         return found
 
@@ -121,14 +122,23 @@ class Moments:
         found.t, found.xt, found.tt = self.t[outputs], self.xt[:, outputs], self.tt[outputs]
         return found
 
-    def around(self, x: Tensor, t: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Σ xxᵀ, Σ xtᵀ and Σ t² of deviations from a point."""
+    def around(self, x: Tensor, t: Tensor, spend: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+        """Σ xxᵀ, Σ xtᵀ and Σ t² of deviations from a point.
+
+        spend: the first two take the place of these moments' own, which are gone: no copy of what may be large.
+        """
         assert self.origin is not None
         self._sum()
         dx, dt = x - self.origin[0].double(), t - self.origin[1].double()
         moved = self.samples * dx - self.x
-        xx = self._squares.addr_(dx, moved).addr_(self.x, dx, alpha=-1)
-        xt = torch.addr(self.xt, moved, dt).addr_(dx, self.t, alpha=-1)
+        xx, xt = self._squares, self.xt
+        if spend:
+            self.xx = self.xt = torch.zeros((), dtype=torch.float64)
+            xx, xt = xx.addr_(dx, moved), xt.addr_(moved, dt)
+        else:
+            xx, xt = torch.addr(xx, dx, moved), torch.addr(xt, moved, dt)
+        xx.addr_(self.x, dx, alpha=-1)
+        xt.addr_(dx, self.t, alpha=-1)
         return xx, xt, self.tt - 2 * dt * self.t + self.samples * dt**2
 
     @property

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,7 +12,29 @@ from torch import Tensor
 from crystallite.core.errors import InvalidOption
 from crystallite.statistics.moments import Moments
 
-__all__ = ["Regression"]
+__all__ = ["Regression", "Weighed"]
+
+
+@dataclass(frozen=True)
+class Weighed:
+    """A layer's weight, and what it costs to change it: tr (W − weight) metric (W − weight)ᵀ."""
+
+    weight: Tensor  # (outputs, inputs)
+    metric: Tensor  # (inputs, inputs) positive definite
+
+    @classmethod
+    def spend(cls, moments: Moments, own: Tensor, ridge: float) -> Weighed:
+        """The metric of `Regression.of_layer` for a layer without bias, in the memory of the moments, which are gone.
+
+        >>> x = torch.randn(50, 3)
+        >>> one, other = Moments("a"), Moments("a")
+        >>> one.add(x, x[:, :0]); other.add(x, x[:, :0])
+        >>> expected = Regression.of_layer(one, one, torch.eye(3), None, 0.01).metric
+        >>> torch.equal(Weighed.spend(other, torch.eye(3), 0.01).metric, expected)
+        True
+        """
+        mean_x, none = moments.means
+        return cls(own.double(), _with_ridge_(moments.around(torch.zeros_like(mean_x), none, spend=True)[0], ridge))
 
 
 @dataclass(frozen=True)
@@ -53,6 +77,30 @@ class Regression:
         xx, xt, tt = held_out.around(mean_x, mean_t)
         variance = float((held_out.tt - held_out.t**2 / held_out.samples).sum().clamp_min(0))
         return cls(weight, metric, mean_x, mean_t, xx, xt, float(tt.sum()), variance)
+
+    @classmethod
+    def spend(cls, fitted: Moments, held_out: Moments, own: Tensor, ridges: Sequence[float]) -> Regression:
+        """`solve` without bias, in the memory of the moments, which are gone; of some ridges that which does best.
+
+        Best on the held-out samples. Beside the moments' own, one matrix of inputs × inputs is held at a time.
+        """
+        own = own.double()
+        mean_x, mean_t = (torch.zeros_like(mean) for mean in fitted.means)
+        metric, cross, _ = fitted.around(mean_x, mean_t, spend=True)
+        left_over, plain = cross - metric @ own.T, metric.diagonal().clone()
+        del cross
+        xx, xt, tt = held_out.around(mean_x, mean_t, spend=True)
+        variance = float((held_out.tt - held_out.t**2 / held_out.samples).sum().clamp_min(0))
+        best = cls(own, metric, mean_x, mean_t, xx, xt, float(tt.sum()), variance)
+        least = chosen = math.inf
+        for ridge in ridges:
+            metric.diagonal().copy_(plain)
+            weight = torch.cholesky_solve(left_over, _cholesky(_with_ridge_(metric, ridge), fitted.name)).T + own
+            if (error := best.error(weight)) < least:
+                best, least, chosen = replace(best, weight=weight), error, ridge
+        metric.diagonal().copy_(plain)
+        _with_ridge_(metric, chosen)
+        return best
 
     @classmethod
     def of_layer(cls, fitted: Moments, held_out: Moments, own: Tensor, bias: Tensor | None, ridge: float) -> Regression:

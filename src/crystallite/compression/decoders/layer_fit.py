@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -26,7 +26,7 @@ from crystallite.models.familiarity import Readings
 from crystallite.models.swap import put_
 from crystallite.statistics.layer_io import matrix_of, set_layer_
 from crystallite.statistics.moments import Moments
-from crystallite.statistics.regression import Regression
+from crystallite.statistics.regression import Regression, Weighed
 
 __all__ = ["Chunk", "FitData", "FittedLayer", "Streams", "add_", "ends_of", "fit_layer_", "goals_of", "moments_of"]
 
@@ -105,12 +105,13 @@ def fit_layer_(
         module, read = layer.get_submodule(name), parts.read_by(name)
         final = name == parts.readers[-1] and not (read is not None and read[1].embedded)  # what it reads stays so
         moments, held = data.moments(layer, name, final)
-        fitted = _solved(moments, held, own_weight(module), ridge)
+        fitted = Regression.spend(moments, held, own_weight(module), [ridge * factor for factor in _RIDGES])
         weight = judged = fitted.weight
         if read is not None and read[1].embedded and sizes.get(read[0], read[1].size) < read[1].size:
             weight, judged = _reduced_(layer, fitted, probe.factors[name], read[1], sizes[read[0]], rows, columns)
             embedded |= {*read[1].layers}
         errors[name] = fitted.error(judged)
+        del fitted, moments, held  # what may be large
         inputs = matrix_of(module).shape[1]
         set_layer_(module, weight[:, :inputs], weight[:, inputs:].flatten())
         if parts.adds:
@@ -190,15 +191,6 @@ def add_(stack: Stack, layer: nn.Module, parts: LayerParts, name: str, streams: 
             work.put(f"wrote-{number}-{name}", {"wrote": wrote})
 
 
-def _solved(moments: Moments, held: Moments, own: Tensor, ridge: float) -> Regression:
-    """The best dense weight; of several strengths of the ridge, the one that does best on held-out samples."""
-    best = Regression.solve(moments, held, own, False, ridge * _RIDGES[0])
-    for factor in _RIDGES[1:]:
-        other = Regression.solve(moments, held, own, False, ridge * factor)
-        best = min(best, other, key=lambda one: one.error(one.weight))
-    return best
-
-
 def ends_of(stack: Stack, layer: nn.Module, parts: LayerParts, streams: Streams) -> Iterator[tuple[int, Tensor]]:
     """The stream behind the layer; what is known of it inside the layer is dropped."""
     for number, chunk in streams.chunks():
@@ -272,7 +264,7 @@ def _reduced_(
 
     The rows and columns that go are marked.
     """
-    whitened = replace(fitted, weight=factor.T.to(fitted.weight) @ fitted.weight)
+    whitened = Weighed(factor.T.to(fitted.weight) @ fitted.weight, fitted.metric)
     if group.inside_heads:
         whitened, forward, back = rotated(whitened, group)
         rotate_heads_(layer, group, forward, back)

@@ -107,7 +107,10 @@ class DecoderFit:
 
     @torch.no_grad()
     def probe(self) -> list[LayerProbe]:
-        """What each size of each part costs, by a sample of the data; see `sensitivity.py`."""
+        """What each size of each part costs, by a sample of the data; see `sensitivity.py`.
+
+        Without the factors, which are large together: `fit` reads those of one layer at a time.
+        """
         work, numbers = self.work, range(self.count)
         parts = [self.parts(number) for number in numbers]
         with tqdm(total=2 * self.count, desc="probing", disable=not self.progress) as bar:
@@ -122,7 +125,10 @@ class DecoderFit:
                 work.put(f"probe-{number}", found.to_tensors())  # from here on, nothing above is needed
                 self.shares.each(Share.forget_probe, number)
                 bar.update()
-        return [LayerProbe.from_tensors(work.get(f"probe-{n}")) for n in numbers]
+        return [replace(self._probed(n), factors={}) for n in numbers]
+
+    def _probed(self, number: int) -> LayerProbe:
+        return LayerProbe.from_tensors(self.work.get(f"probe-{number}"))
 
     def plan(self, probes: Sequence[LayerProbe], total: float, limit: float) -> Sizes:
         """Sizes that add least damage and leave at most `limit` of what all costs."""
@@ -145,10 +151,10 @@ class DecoderFit:
         return tuple(found)
 
     @torch.no_grad()
-    def fit(self, probes: Sequence[LayerProbe], plans: Sequence[Sizes]) -> list[dict[int, FittedLayer]]:
+    def fit(self, plans: Sequence[Sizes]) -> list[dict[int, FittedLayer]]:
         """Make every layer smaller, one after the other, for all plans while the dense stream is there.
 
-        Afterwards `output_errors` compares the streams.
+        What the layers cost is known from `probe`. Afterwards `output_errors` compares the streams.
         """
         work, results, watched = self.work, range(len(plans)), chosen_of(self.count)
         done: list[dict[int, FittedLayer]] = [{} for _ in plans]
@@ -162,12 +168,12 @@ class DecoderFit:
                 if not missing:
                     continue
                 dense = self.layers.read(number)
-                parts = self.parts(number)
+                parts, probe = self.parts(number), self._probed(number)
                 self.shares.each(Share.run_dense, number, parts)
                 for result in missing:
                     layer, readings = copy.deepcopy(dense), Readings("")
                     data = _LayerData(self.shares, result, number, parts, readings if number in watched else None)
-                    fitted = fit_layer_(layer, parts, probes[number], plans[result][number], data, self.ridge)
+                    fitted = fit_layer_(layer, parts, probe, plans[result][number], data, self.ridge)
                     self.shares.each(Share.finish, result, number, layer, parts)
                     if readings.count:
                         work.put(f"inputs-{result}-{number}", readings.to_tensors())
@@ -283,7 +289,7 @@ def fit_decoder(
             plans.append(fit.plan(probes, total, budget * total))
         except InvalidOption as error:
             raise InvalidOption(f'budget {budget:g} with form="{options.form}": {error}') from None
-    done = fit.fit(probes, plans)
+    done = fit.fit(plans)
     parts = next(iter(fit.found_parts), LayerParts())
 
     def alone(name: str) -> str:

@@ -7,7 +7,7 @@ metric, so that an error δ of the stream changes what is decided by E(g·δ)²/
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from crystallite.compression.pruning import elimination_order
 from crystallite.graph.neuron_groups import NeuronGroup
 from crystallite.statistics.layer_io import matrix_of
 from crystallite.statistics.moments import Moments
-from crystallite.statistics.regression import Regression
+from crystallite.statistics.regression import Regression, Weighed
 
 __all__ = [
     "LayerProbe",
@@ -151,7 +151,7 @@ def back_through(
 
 
 def probe_of(layer: nn.Module, parts: LayerParts, sums: ProbeSums) -> LayerProbe:
-    """What the layer's parts cost."""
+    """What the layer's parts cost; the moments of what they read are gone afterwards."""
     factors = {name: _root(total / sums.positions) for name, total in sums.squares.items()}
     costs, orders = {}, {}
     for name, found in sums.moments.items():
@@ -159,10 +159,11 @@ def probe_of(layer: nn.Module, parts: LayerParts, sums: ProbeSums) -> LayerProbe
         assert read is not None
         key, group = read
         scale = sums.weights[name]
-        regression = _of_layer(layer.get_submodule(name), found, factors[name])
+        weighed = Weighed.spend(found, factors[name].T @ own_weight(layer.get_submodule(name)), _RIDGE)
         if group.inside_heads:
-            regression = rotated(regression, group)[0]
-        order, errors = elimination_order(regression, sizes_of(group), group.places)
+            weighed = rotated(weighed, group)[0]
+        order, errors = elimination_order(weighed, sizes_of(group), group.places)
+        del weighed  # what may be large
         each = weights_of(layer, group) / group.size
         costs[key] = _table((size, error / scale, size * each) for size, error in errors.items())
         if not group.inside_heads:
@@ -222,12 +223,7 @@ def own_weight(module: nn.Module) -> Tensor:
     return weight if bias is None else torch.cat([weight, bias.detach().double()[:, None]], 1)
 
 
-def _of_layer(module: nn.Module, moments: Moments, factor: Tensor) -> Regression:
-    own = own_weight(module)
-    return Regression.of_layer(moments, moments, factor.T @ own, None, _RIDGE)
-
-
-def rotated(regression: Regression, group: NeuronGroup) -> tuple[Regression, Tensor, Tensor]:
+def rotated(regression: Regression | Weighed, group: NeuronGroup) -> tuple[Weighed, Tensor, Tensor]:
     """The same with other numbers of each head, the most needed first, which are apart; and the way there and back.
 
     (heads, width, width) each: see `value_rotation`.
@@ -241,7 +237,7 @@ def rotated(regression: Regression, group: NeuronGroup) -> tuple[Regression, Ten
             metric[columns] = forward[head] @ metric[columns]
             metric[:, columns] = metric[:, columns] @ forward[head].T
     metric = (metric + metric.T) / 2
-    return replace(regression, weight=weight, metric=metric), forward, back
+    return Weighed(weight, metric), forward, back
 
 
 def sizes_of(group: NeuronGroup) -> list[int]:
