@@ -208,3 +208,26 @@ def test_moments_of_shares_add_up_whatever_their_origins_are():
     one, other = (Regression.solve(m, m, own, True, 0.01).weight for m in (whole, total))
     assert torch.allclose(one, other, rtol=EXACT, atol=EXACT)
     assert Moments.total(shares[3:]).samples == 0
+
+
+def test_what_is_solved_in_the_memory_of_the_moments_is_the_best_of_all_ridges():
+    x, t, held_x, held_t, own = problem(rows=12)
+    ridges = [1e-4, 0.1, 1.0, 10.0]
+    every = [Regression.solve(moments(x, t), moments(held_x, held_t), own, False, ridge) for ridge in ridges]
+    expected = min(every, key=lambda one: one.error(one.weight))
+    fitted, held = moments(x, t), moments(held_x, held_t)
+    found = Regression.spend(fitted, held, own, ridges)
+    for name in ("weight", "metric", "held_xx", "held_xt"):
+        torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=EXACT, atol=EXACT)
+    assert found.error(found.weight) == pytest.approx(expected.error(expected.weight), rel=EXACT)
+    assert fitted.xx.numel() == held.xx.numel() == 1  # no copy is left
+
+
+def test_moments_go_on_after_they_have_been_read():
+    x, t, more_x, more_t, _ = problem(inputs=150)
+    read, unread = moments(x, t), moments(x, t)
+    assert all(bool(value.isfinite().all()) for value in read.covariances)
+    for both in (read, unread):
+        both.add(more_x, more_t)
+    for one, other in zip(read.covariances, unread.covariances, strict=True):
+        torch.testing.assert_close(one, other, rtol=EXACT, atol=EXACT)

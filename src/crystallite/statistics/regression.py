@@ -95,7 +95,11 @@ class Regression:
         least = chosen = math.inf
         for ridge in ridges:
             metric.diagonal().copy_(plain)
-            weight = torch.cholesky_solve(left_over, _cholesky(_with_ridge_(metric, ridge), fitted.name)).T + own
+            factor = _cholesky(_with_ridge_(metric, ridge), fitted.name)
+            weight = torch.linalg.solve_triangular(factor, left_over, upper=False)  # cholesky_solve copies the factor
+            weight = torch.linalg.solve_triangular(factor.mT, weight, upper=True).T
+            del factor
+            weight = weight.add_(own)
             if (error := best.error(weight)) < least:
                 best, least, chosen = replace(best, weight=weight), error, ridge
         metric.diagonal().copy_(plain)
