@@ -36,6 +36,24 @@ def test_compress_and_validate_a_decoder_by_text(folder, capsys):
     assert rules["max_relative_deviation"] == "violated"
 
 
+def test_an_encoder_is_judged_by_what_halves_of_paragraphs_find(folder, capsys):
+    language_model(folder / "encoder", "BertModel")
+    words = "compress encoder --out same --budget 0.9 --calibration a.txt --length 16"
+    assert main(words.split()) == 0
+    capsys.readouterr()
+    words = "validate encoder same --data b.txt --metric retrieval --max-drop 0.4 --max-relative-deviation none --json"
+    assert main(words.split()) == 0
+    said = capsys.readouterr()
+    assert "b.txt: 200 texts of up to 5 tokens" in said.err
+    found = json.loads(said.out)
+    assert found["metric"]["name"] == "retrieval"
+    mixed = {name for name, why in found["skipped_layers"].items() if "in each attention head" in why}
+    assert {name.rpartition(".")[2] for name in mixed} == {"query", "key", "value"}
+    words = "validate model same --data b.txt --metric retrieval"
+    assert main(words.split()) == 2
+    assert "a causal language model reads windows" in capsys.readouterr().err
+
+
 def test_an_encoder_is_upgraded_with_paragraphs(folder, capsys):
     language_model(folder / "encoder", "BertModel")
     words = "upgrade encoder --out small --data b.txt --blocks 2 --loss match --epochs 1 --learning-rate 1e-3"

@@ -76,6 +76,26 @@ def test_the_folder_says_what_its_model_takes(tmp_path):
         cx.texts(tmp_path / "a.txt", tmp_path / "decoder", length=64)
 
 
+def test_halves_of_paragraphs_share_a_label():
+    paragraphs = [prose(n, seed=n).replace("\n", " ") for n in (9, 4, 1, 6)]
+    data = cx.texts(
+        ["\n\n".join(paragraphs), f"{WORDS[0]} {WORDS[1]}"], word_tokenizer(), padded=True, halves=True, batch=3
+    )
+    rows = [ids_[m.bool()] for b in data for ids_, m in zip(b["input_ids"], b["attention_mask"], strict=True)]
+    labels = torch.cat([batch["labels"] for batch in data]).tolist()
+    assert labels == [0, 0, 1, 1, 2, 2, 3, 3]  # a paragraph of one word has no halves
+    whole = [torch.cat(rows[i : i + 2]).tolist() for i in range(0, 8, 2)]
+    expected = [paragraphs[0], f"{WORDS[0]} {WORDS[1]}", paragraphs[1], paragraphs[3]]
+    assert whole == [ids(text).tolist() for text in expected]
+    few = cx.texts(["\n\n".join(prose(8, seed=n).replace("\n", " ") for n in range(40))], word_tokenizer(), padded=True,
+                   halves=True, length=4, tokens=80)  # fmt: skip
+    found = torch.cat([batch["labels"] for batch in few])
+    assert few.samples == 20
+    assert (found.bincount() == 2).all()
+    with pytest.raises(cx.InvalidOption, match="halves: expected an encoder"):
+        cx.texts([prose(100)], word_tokenizer(), halves=True)
+
+
 def test_batches_have_a_bounded_number_of_tokens():
     data = cx.texts([prose(9000)], word_tokenizer(), length=1000)
     assert [len(batch["input_ids"]) for batch in data] == [4, 4, 1]

@@ -55,6 +55,23 @@ def test_retrieval_finds_the_neighbour_of_the_same_label():
     assert measured("retrieval", centres + 0.01 * torch.randn(40, 4), labels)[0] < 1.0
 
 
+def test_retrieval_averages_states_of_the_tokens_that_count():
+    torch.manual_seed(0)
+    vectors, labels = torch.randn(6, 1, 4).repeat(2, 1, 1), torch.arange(6).repeat(2)
+    states = torch.cat([vectors - 1, vectors + 1, 100 * torch.randn(12, 1, 4)], 1)  # the last is filling
+    mask = torch.tensor([[1, 1, 0]]).repeat(12, 1)
+    found = {}
+    for name, given in (("masked", {"attention_mask": mask}), ("all", {})):
+        running = RunningMetric(as_metric("retrieval"))
+        running.add(Batch(0, 12, named=given, target=labels), states)
+        found[name] = running.done()[0]
+    assert found["masked"] == 1.0 > found["all"]
+    with pytest.raises(InvalidOption, match=r"expected an attention_mask of shape \(12, 3\)"):
+        RunningMetric(as_metric("retrieval")).add(
+            Batch(0, 12, named={"attention_mask": mask[:, :2]}, target=labels), states
+        )
+
+
 def test_a_number_per_batch_is_weighted_by_samples():
     values, per_batch = measured(lambda output, target: output.mean(), torch.arange(10.0), torch.zeros(10), step=7)
     assert values == pytest.approx(4.5)
@@ -75,7 +92,8 @@ def test_less_may_be_better():
     [
         ("accuracy", torch.zeros(4, 3), torch.zeros(4, 2, dtype=torch.long), "one class per row"),
         ("loss", torch.zeros(4, 3), torch.zeros(4, 2), "expected a target of shape"),
-        ("retrieval", torch.zeros(4, 3, 2), torch.zeros(4), "one vector and one label"),
+        ("retrieval", torch.zeros(4, 3), torch.zeros(4, 2), "one vector and one label"),
+        ("retrieval", torch.zeros(4, 3, 2, 2), torch.zeros(4), "one vector and one label"),
         ("retrieval", torch.zeros(1, 3), torch.zeros(1), "at least two"),
         (lambda output, target: torch.zeros(3), torch.zeros(4, 3), torch.zeros(4), "one for each of the 4 samples"),
         ("bleu", torch.zeros(4, 3), torch.zeros(4), "must be one of accuracy"),

@@ -12,12 +12,12 @@ from crystallite.validation.metrics import MetricResult
 from crystallite.validation.rules import Rules, SliceResult, at_quantile, drop_bound, wilson_interval
 
 
-def compared(deviation, agreement=None):
+def compared(deviation, agreement=None, path="output"):
     """A comparison whose samples have these deviations from outputs of size 1."""
     n = len(deviation)
     ones, agreed = np.ones(n), np.ones(n) if agreement is None else np.asarray(agreement, float)
     row = OutputComparison(
-        "output", np.arange(n), np.asarray(deviation, float), ones, ones, ones, agreed, *[np.zeros(n)] * 4
+        path, np.arange(n), np.asarray(deviation, float), ones, ones, ones, agreed, *[np.zeros(n)] * 4
     )
     return Comparison(n, (row,))
 
@@ -47,6 +47,14 @@ def test_the_bound_of_a_drop_covers_the_truth():
     assert 0.93 <= covered <= 1.0
     smooth = generator.normal(0.1, 1.0, (2000, 200))
     assert 0.93 <= np.mean([drop_bound(losses, 0.95) >= 0.1 for losses in smooth]) <= 0.97
+
+
+def test_agreement_of_outputs_that_decide_nothing_is_refused():
+    rules = Rules(None, 0.9, 0.1)
+    with pytest.raises(InvalidOption, match=r"min_agreement needs .*; output\.last_hidden_state: none is one"):
+        rules.judge(compared(np.zeros(50), path="output.last_hidden_state"), None)
+    with pytest.raises(InvalidOption, match="min_agreement needs"):
+        rules.judge(compared(np.zeros(50), np.full(50, np.nan)), None)
 
 
 def test_agreement_must_be_shown_not_only_observed():

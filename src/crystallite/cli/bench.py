@@ -23,7 +23,7 @@ def run(options: argparse.Namespace, given: dict[str, Any]) -> int:
             raise InvalidOption(f"--baselines needs --{name}")
     size = 32 if options.batch is None else options.batch
     calibration = open_calibration(options, options.baselines, size)
-    data = open_data(options, options.baselines, size)
+    data = open_data(options, options.baselines, size, halves=given.get("metric") == "retrieval")
     model = open_dense(options.baselines, options.weights, options.original).eval()
     budget, metric = given.pop("budget"), given.pop("metric", None)
     small = compress(model, calibration, budget=budget, **given)

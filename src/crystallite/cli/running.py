@@ -26,9 +26,11 @@ def open_dense(source: str, weights: Path | None, original: str | None = None) -
     return restore(model) if hasattr(model, "reorganization") else model
 
 
-def open_data(options: argparse.Namespace, model: str, batch: int, name: str = "data") -> Iterable[Any]:
-    """The data that an option names; how much text or how many images is said."""
-    return _said(read_data(getattr(options, name), batch, model, length=options.length))
+def open_data(
+    options: argparse.Namespace, model: str, batch: int, name: str = "data", *, halves: bool = False
+) -> Iterable[Any]:
+    """The data that an option names; how much text or how many images is said. halves: of text, as for `texts`."""
+    return _said(read_data(getattr(options, name), batch, model, length=options.length, halves=halves))
 
 
 def open_calibration(options: argparse.Namespace, model: str, batch: int) -> Iterable[Any]:

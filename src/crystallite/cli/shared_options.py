@@ -128,7 +128,8 @@ CHECKPOINT_FILE = Option(
 )  # fmt: skip
 RULES = (
     Option(
-        "metric", "quality of the task that may not drop; needs labels in the data, but for perplexity",
+        "metric", "quality of the task that may not drop; needs labels in the data, but for perplexity, and for "
+        "retrieval in plain text: does one half of a paragraph find the other?",
         choices=("accuracy", "loss", "retrieval", "perplexity"),
     ),
     Option("max_drop", "largest drop of the metric that is accepted, in its units; of perplexity, as a share", float,

@@ -16,7 +16,7 @@ __all__ = ["run"]
 
 def run(options: argparse.Namespace, given: dict[str, Any]) -> int:
     """Print the verdict; 0 if the reorganized model passed, 1 if it failed."""
-    data = open_data(options, options.original, options.batch)
+    data = open_data(options, options.original, options.batch, halves=given.get("metric") == "retrieval")
     if given.get("levels") == ["default"]:
         given["levels"] = "default"
     elif "default" in given.get("levels", ()):

@@ -39,7 +39,7 @@ def order_head_numbers_(session: Session, groups: Sequence[NeuronGroup]) -> None
     Those that are handed on become the principal components of what the reader makes of the head, and its weights for
     them orthonormal. Those in which queries and keys are compared become such that the products of different ones do
     not depend on each other, as far as positions do not mix them. The model computes the same. Cost: a run of the model
-    over the data, O(numbers²) memory for each group.
+    over the data, O(numbers²) memory for each group. The session notes which layers write other numbers now.
     """
     heads = [group for group in groups if group.inside_heads]
     needed = {name for group in heads for name in (group.readers or group.writers)}
@@ -65,6 +65,7 @@ def order_head_numbers_(session: Session, groups: Sequence[NeuronGroup]) -> None
         else:
             continue  # rotary positions turn pairs of numbers: others cannot be mixed with them
         rotate_heads_(session.dense, group, *rotations)
+        session.mixed.update(group.writers)
 
 
 def value_rotation(group: NeuronGroup, weight: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:

@@ -198,7 +198,7 @@ class ModelFit:
         _check_equal(result, student, session)
         asked = {"budget": budget, "objective": self.objective, "form": self.form}
         notes = {"sensitive": sensitive(allocation), "neurons_kept": untraced, "heads_kept": dict(prunable.reasons)}
-        return self._recorded(result, changes, **asked, **notes)
+        return self._recorded(result, changes, heads_mixed=tuple(sorted(session.mixed)), **asked, **notes)
 
     def _change(self, name: str, became: Sequence[OperatorRecord], module: nn.Module) -> LayerChange:
         """What became of a layer; multiply-adds count as often as its weight is used."""

@@ -38,6 +38,7 @@ class Session:
     ridge: float
     seed: int
     call_counts: Mapping[str, float] = field(default_factory=dict)  # of each layer's weight in a call, in proportion
+    mixed: set[str] = field(default_factory=set)  # layers of the dense model whose outputs were mixed inside heads
     uncut: AbstractSet[str] = frozenset()  # layers that are not cut into independent blocks: recurrent ones
     output_factors: dict[str, Tensor] = field(default_factory=dict)  # see `influence`
     kernels: Mapping[str, float] = field(default_factory=dict)  # module between layers → what each of its neurons costs

@@ -30,12 +30,13 @@ def read_data(
     length: int | None = None,
     tokens: int | None = None,
     least: int = 1,
+    halves: bool = False,
 ) -> Iterable[Any]:
     """The batches of a file of arrays (`inputs`, or keyword arguments by name, and `labels` if any), of text files, or
     of a folder of images.
 
     model: the folder with the tokenizer that text is read with, or the processor that prepares images. length, tokens,
-    least: of text, as for `texts`.
+    least, halves: of text, as for `texts`.
     """
     if batch < 1:
         raise InvalidOption(f"--batch must be at least 1, got {batch}")
@@ -47,7 +48,7 @@ def read_data(
         return images(folders[0], model if has_processor(model) else None, batch=batch, least=least)
     arrays = [path for path in files if path.suffix in _ARRAYS or _holds_arrays(path)]
     if not arrays:
-        return texts(files, Path(model), length=length, tokens=tokens, batch=batch, least=least)
+        return texts(files, Path(model), length=length, tokens=tokens, batch=batch, least=least, halves=halves)
     if len(files) > 1:
         raise InvalidOption(f"{arrays[0]}: expected one file of arrays, or several of text, got {len(files)} files")
     if length is not None:

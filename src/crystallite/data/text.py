@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ _AT_ONCE = 2**12  # tokens in a batch: bounds the memory that logits take
 _PIECE = 2**16  # bytes of text that are tokenised at once
 _BYTES_PER_TOKEN = 16  # read for every token that is wanted: more than any text needs, so that windows can be spread
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.txt", "vocab.json", "spiece.model")
+_Group = tuple[np.ndarray, ...]  # token ids of the samples that one place of a text gave
 _MAXIMA = ("max_position_embeddings", "n_positions", "n_ctx")
 
 
@@ -62,6 +64,7 @@ def texts(
     batch: int = 64,
     least: int = 1,
     padded: bool | None = None,
+    halves: bool = False,
 ) -> Texts:
     """Plain text as batches of token ids, for calibration and validation of language models.
 
@@ -79,6 +82,9 @@ def texts(
         batch: the most samples in a batch; also no more than 4,096 tokens, unless one sample is longer.
         least: samples without which nothing can be done.
         padded: whether the model is no causal language model (default: as the folder says; else it is one).
+        halves: make two samples of every paragraph, its first and its second half of words, with the paragraph's number
+            as the "labels" of both: what `validate(metric="retrieval")` asks an encoder to find. Paragraphs of one word
+            are left out.
 
     Returns:
         `Texts`: batches, and how many tokens are in them and how many were left out.
@@ -108,9 +114,14 @@ def texts(
     size = length or min(_LENGTH, most or _LENGTH)
     asked = None if tokens is None else max(math.ceil(tokens / len(sources)), size)
     paragraphs = not causal if padded is None else padded
-    cut = _padded_rows if paragraphs else _windows
+    if halves and not paragraphs:
+        raise InvalidOption(
+            "halves: expected an encoder, which reads paragraphs; a causal language model reads windows"
+        )
+    cut = partial(_padded_rows, halves=halves) if paragraphs else _windows
     parts = [cut(_pieces(one, asked), coder, size, asked) for one in sources]
-    rows = [row for turn in zip_longest(*(part[0] for part in parts)) for row in turn if row is not None]
+    groups = [group for turn in zip_longest(*(part[0] for part in parts)) for group in turn if group is not None]
+    rows = [row for group in groups for row in group]
     total = sum(part[1] for part in parts)
     name = ", ".join(str(one) for one in sources if _is_path(one)) or f"{len(sources)} text{'s' * (len(sources) > 1)}"
     if not total:
@@ -123,9 +134,12 @@ def texts(
         )
     kept = sum(map(len, rows))
     count = max(1, min(batch, _AT_ONCE // size))
-    made = tuple(_batch(rows[i : i + count], _padding(coder), paragraphs) for i in range(0, len(rows), count))
+    made = [_batch(rows[i : i + count], _padding(coder), paragraphs) for i in range(0, len(rows), count)]
+    if halves:
+        labels = torch.tensor([number for number, group in enumerate(groups) for _ in group])
+        made = [{**one, "labels": some} for one, some in zip(made, labels.split(count), strict=True)]
     longest = max(map(len, rows), default=size)
-    return Texts(len(rows), longest, kept, max(total - kept, 0), name, paragraphs, made)
+    return Texts(len(rows), longest, kept, max(total - kept, 0), name, paragraphs, tuple(made))
 
 
 def _is_path(source: str | os.PathLike[str]) -> bool:
@@ -233,15 +247,15 @@ def _limit(tokenizer: Any, config: dict[str, Any]) -> int | None:
     return min(known, default=None)
 
 
-def _windows(pieces: Iterator[str], tokenizer: Any, length: int, tokens: int | None) -> tuple[list[np.ndarray], int]:
-    """Windows of a fixed length from the text as it goes on, and how many tokens it has."""
+def _windows(pieces: Iterator[str], tokenizer: Any, length: int, tokens: int | None) -> tuple[list[_Group], int]:
+    """Windows of a fixed length from the text as it goes on, each alone, and how many tokens it has."""
     beginning = _beginning(tokenizer)
     own = length - len(beginning)
     found = np.fromiter(chain.from_iterable(_ids(piece, tokenizer) for piece in pieces), np.int64)
     count = len(found) // own
     wanted = count if tokens is None else min(count, math.ceil(tokens / length))
     starts = np.linspace(0, len(found) - own, wanted).astype(int) if wanted < count else own * np.arange(count)
-    return [np.concatenate([beginning, found[i : i + own]]) for i in starts.tolist()], len(found)
+    return [(np.concatenate([beginning, found[i : i + own]]),) for i in starts.tolist()], len(found)
 
 
 def _ids(text: str, tokenizer: Any) -> Sequence[int]:
@@ -257,21 +271,22 @@ def _beginning(tokenizer: Any) -> np.ndarray:
 
 
 def _padded_rows(
-    pieces: Iterator[str], tokenizer: Any, length: int, tokens: int | None
-) -> tuple[list[np.ndarray], int]:
-    """The tokens of each paragraph, cut at the length, and how many tokens there are."""
+    pieces: Iterator[str], tokenizer: Any, length: int, tokens: int | None, halves: bool
+) -> tuple[list[_Group], int]:
+    """The tokens of each paragraph, or of its halves, cut at the length, and how many tokens there are."""
     whole = "".join(pieces)
     parts = whole.split("\n\n") if "\n\n" in whole.strip() else whole.splitlines()
-    rows: list[np.ndarray] = []
-    total = 0
-    for part in filter(str.strip, parts):
-        found = tokenizer(" ".join(part.split()), truncation=True, max_length=length, verbose=False)["input_ids"]
-        rows.append(np.asarray(found, np.int64))
-        total += len(found)
+    groups: list[_Group] = []
+    for words in filter(None, map(str.split, parts)):
+        samples = [words[: len(words) // 2], words[len(words) // 2 :]] if halves else [words]
+        if all(samples):
+            found = (tokenizer(" ".join(s), truncation=True, max_length=length, verbose=False) for s in samples)
+            groups.append(tuple(np.asarray(one["input_ids"], np.int64) for one in found))
+    total = sum(len(row) for group in groups for row in group)
     if tokens is not None and total > tokens:
-        chosen = np.linspace(0, len(rows) - 1, max(1, round(len(rows) * tokens / total))).astype(int)
-        rows = [rows[i] for i in chosen.tolist()]
-    return rows, total
+        chosen = np.linspace(0, len(groups) - 1, max(1, round(len(groups) * tokens / total))).astype(int)
+        groups = [groups[i] for i in chosen.tolist()]
+    return groups, total
 
 
 def _padding(tokenizer: Any) -> int:

@@ -226,6 +226,7 @@ class CompressedOptions:
     sensitive: dict[str, float] = field(default_factory=dict)  # kept dense → the error of half of it; worst first
     neurons_kept: str = ""  # why no hidden neurons were taken out, if so; see OUTSIDE_EXPERTS
     heads_kept: dict[str, str] = field(default_factory=dict)  # parts of attention that stay whole → why
+    heads_mixed: tuple[str, ...] = ()  # layers that write sums of the numbers they wrote, inside each attention head
     polish: Polish | None = None
     guarantee: Guarantee | None = None
     inputs: tuple[Familiar, ...] = ()  # what a few layers read on the calibration data

@@ -18,6 +18,7 @@ from crystallite.data.outputs import same_structure, tensors
 __all__ = ["Case", "Comparison", "OutputComparison", "RunningComparison"]
 
 _SMALL = 0.1  # an output smaller than this share of the usual size is measured against that share
+_STATES = ("hidden_state", "pooler_output", "embed")  # in names of outputs whose largest entry decides nothing
 _AT_ONCE = 1 << 22  # numbers converted to float64 together
 
 
@@ -86,7 +87,9 @@ class OutputComparison:
 
     @property
     def decides(self) -> bool:
-        """Whether an argmax can be taken."""
+        """Whether an argmax can be taken, of an output that is not called states or embeddings."""
+        if any(name in self.path for name in _STATES):
+            return False
         return bool(len(self.agreement)) and not np.isnan(self.agreement).any()
 
     def case(self, row: int) -> Case:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -36,18 +36,23 @@ class LayerWatch:
     """Compares what layers of the same name return while both models run on the same batch: first the original.
 
     Layers are the modules of the original with parameters of their own, whatever the other model has in their places.
-    Each batch is a `with` of its own, in which the original's outputs are held until the other model has run.
+    uncompared: those that write something else in the other model → why. Each batch is a `with` of its own,
+    in which the original's outputs are held until the other model has run.
     """
 
-    def __init__(self, original: nn.Module, other: nn.Module) -> None:
+    def __init__(self, original: nn.Module, other: nn.Module, uncompared: Mapping[str, str] | None = None) -> None:
         layers, others = {n: m for n, m in original.named_modules() if m._parameters}, dict(other.named_modules())
         added = [n for n, m in others.items() if m._parameters and not any(_is_part(n, layer) for layer in layers)]
         alone = [*(name for name in layers if name not in others), *added]
-        self._skipped = dict.fromkeys(alone, "only in one of the models")
+        self._skipped = {**dict.fromkeys(alone, "only in one of the models"), **(uncompared or {})}
         self._waiting: dict[str, list[Tensor]] = {}
         self._sums: dict[str, tuple[float, float]] = {}
         self._handles: list[RemovableHandle] = []
-        self._pairs = {name: (layer, others[name]) for name, layer in layers.items() if name in others}
+        self._pairs = {
+            name: (layer, others[name])
+            for name, layer in layers.items()
+            if name in others and name not in (uncompared or {})
+        }
 
     def __enter__(self) -> LayerWatch:
         for name, (layer, other) in self._pairs.items():

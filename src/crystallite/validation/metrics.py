@@ -41,6 +41,9 @@ class Metric:
     of_tokens: `measure` gives Σ −log p and the number of tokens of each sample, (samples, 2). The metric is the
     exponential of their ratio over all samples, and what it loses is a share of it. Without labels, the tokens that the
     model reads are the target.
+
+    of_vectors: `measure` is given one vector for each sample: where a model returns states of tokens (samples, tokens,
+    features), their mean over the tokens that the batch's `attention_mask` counts.
     """
 
     name: str
@@ -48,6 +51,7 @@ class Metric:
     greater_is_better: bool = True
     finish: Callable[[Tensor, Tensor], Tensor] | None = None
     of_tokens: bool = False
+    of_vectors: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,7 +130,8 @@ class RunningMetric:
                 f"the metric {self.metric.name} needs a target for every sample: give data as (inputs, target), or "
                 'as dicts with "labels"'
             )
-        value = torch.as_tensor(self.metric.measure(output, target)).detach().cpu().double()
+        seen = _mean_of_tokens(batch, main_output(output)) if self.metric.of_vectors else output
+        value = torch.as_tensor(self.metric.measure(seen, target)).detach().cpu().double()
         if value.ndim and len(value) != batch.size:
             raise InvalidOption(
                 f"the metric {self.metric.name} must give one number, or one for each of the {batch.size} samples of "
@@ -262,8 +267,21 @@ def _surprise(output: Any, target: Tensor) -> Tensor:
     return torch.stack([losses.sum(1), (tokens != _IGNORED).sum(1).double()], 1)
 
 
-def _vectors(output: Any, target: Tensor) -> Tensor:
-    vectors = main_output(output)
+def _mean_of_tokens(batch: Batch, states: Tensor) -> Tensor:
+    """(samples, features) of states (samples, tokens, features); any other output as it is."""
+    if states.ndim != 3:
+        return states
+    mask = batch.named.get("attention_mask", torch.ones(states.shape[:2]))
+    if mask.shape != states.shape[:2]:
+        raise InvalidOption(
+            f"retrieval: expected an attention_mask of shape {tuple(states.shape[:2])} for states of tokens of shape "
+            f"{tuple(states.shape)}, got {tuple(mask.shape)}; wrap the model so that it pools its output"
+        )
+    weights = mask.to(states.device, torch.float32)[:, :, None]
+    return (states.float() * weights).sum(1) / weights.sum(1).clamp(min=1)
+
+
+def _vectors(vectors: Tensor, target: Tensor) -> Tensor:
     if vectors.ndim != 2 or target.ndim != 1:
         raise InvalidOption(
             f"retrieval: expected one vector and one label per sample, got {tuple(vectors.shape)} and "
@@ -289,6 +307,6 @@ def _nearest_has_same_label(vectors: Tensor, labels: Tensor) -> Tensor:
 METRICS = {
     "accuracy": Metric("accuracy", _accuracy),
     "loss": Metric("loss", _loss, greater_is_better=False),
-    "retrieval": Metric("retrieval", _vectors, finish=_nearest_has_same_label),  # keeps one vector per sample
+    "retrieval": Metric("retrieval", _vectors, finish=_nearest_has_same_label, of_vectors=True),
     "perplexity": Metric("perplexity", _surprise, greater_is_better=False, of_tokens=True),
 }

@@ -123,9 +123,13 @@ class Rules:
     def _agreement(self, comparison: Comparison) -> Iterator[Outcome]:
         if self.min_agreement is None:
             return
-        for output in comparison.outputs:
-            if not output.decides:
-                continue
+        deciding = [output for output in comparison.outputs if output.decides]
+        if not deciding:
+            names = ", ".join(output.path for output in comparison.outputs)
+            raise InvalidOption(
+                f"min_agreement needs an output whose largest entry is a decision; {names}: none is one"
+            )
+        for output in deciding:
             observed, n = float(output.agreement.mean()), len(output.agreement)
             shown = wilson_interval(observed, n, self.confidence)[0]
             text = f"{output.path}: agreement {observed:.4g} on {n} samples, at least {self.min_agreement:g} expected"

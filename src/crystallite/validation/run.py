@@ -36,6 +36,7 @@ __all__ = ["validate"]
 _TESTS = ("null", "rule", "random_walk", "correction", "alpha", "delta0", "tau")  # of `ExactOptions`
 
 _DEVIATION = 0.1
+_MIXED = "it writes sums of the numbers that it wrote in each attention head"
 _BATCH_SIZES = 3  # so many different ones are timed
 
 
@@ -68,9 +69,10 @@ def validate(
         data: an iterable of batches (a `DataLoader`, a list, a generator); a tensor or a dict alone is one batch. A
             batch is a tensor, a dict of keyword arguments (its "labels" are the target), or (inputs, target); several
             positional inputs are a tuple, ((a, b), target). Data that training has not seen say most.
-        metric: "accuracy", "loss", "retrieval" (does the nearest other sample have the same label?), "perplexity" (of a
-            causal language model, see `texts`; no labels needed; run sample by sample, so that the logits of one are
-            held), a function (output, target) → one number, or one per sample, where more is better, or a `Metric`.
+        metric: "accuracy", "loss", "retrieval" (does the nearest other sample have the same label? States of tokens
+            are averaged; `texts(…, halves=True)` makes such data of plain text), "perplexity" (of a causal language
+            model, see `texts`; no labels needed; run sample by sample, so that the logits of one are held), a function
+            (output, target) → one number, or one per sample, where more is better, or a `Metric`.
         max_drop, min_agreement, max_relative_deviation: see `Rules`; None switches a rule off. A drop or an agreement
             must be shown by enough samples. The drop of a perplexity is a share: 0.1 allows 10 % more. "auto" is 0.1,
             or None for perplexity: logits that differ may say the same.
@@ -111,7 +113,7 @@ def validate(
     data = repeatable(data) if levels is not None or ablate_blocks else data
     collected = _Both(original, model, measured, slices)
     dense = comparable(model) if layers else None
-    watch = None if dense is None else LayerWatch(original, dense)
+    watch = None if dense is None else LayerWatch(original, dense, dict.fromkeys(_mixed_heads(model), _MIXED))
     collected.run(data, None if dense is model else dense, watch)
     comparison, result = collected.comparison.done(), collected.metric_result()
     parts = _slice_results(comparison, result, collected.labels, rules)
@@ -143,6 +145,12 @@ def _deviation(limit: float | str | None, of_tokens: bool) -> float | None:
         check_choice("max_relative_deviation", limit, ["auto"], "a number")
         return None if of_tokens else _DEVIATION
     return limit
+
+
+def _mixed_heads(model: nn.Module) -> tuple[str, ...]:
+    """Layers whose outputs are compared only by what is read of them."""
+    found = find_record(model)
+    return found.options.heads_mixed if found is not None and isinstance(found.options, CompressedOptions) else ()
 
 
 def _guarantee(model: nn.Module) -> str | None:

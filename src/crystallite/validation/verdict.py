@@ -144,8 +144,9 @@ class Verdict:
             worst = sorted(self.layers, key=lambda layer: -layer.deviation)[:_SHOWN_LAYERS]
             lines += ["", f"relative deviation of layers, the {len(worst)} largest of {len(self.layers)}"]
             lines += [f"  {layer.deviation:.3g}  {layer.name or '(model)'}" for layer in worst]
-            if self.skipped_layers:
-                lines.append(f"  not compared: {', '.join(self.skipped_layers)}")
+            for reason in dict.fromkeys(self.skipped_layers.values()):
+                where = [name for name, why in self.skipped_layers.items() if why == reason]
+                lines.append(f"  not compared: {', '.join(where)} ({reason})")
         (p0, p1), (m0, m1) = self.parameters, self.macs_per_sample
         cost = f"multiply-adds for one sample {m0:,} → {m1:,} ({m1 / max(m0, 1):.0%})"
         lines += ["", f"parameters {p0:,} → {p1:,}, {cost}"]

@@ -300,6 +300,13 @@ def fit_decoder(
             return "outside the layers"
         return parts.alone.get(inside, "") or f'nothing of it may go with form="{options.form}"'
 
+    mixed = [
+        f"{stack.layer_name(number)}.{name}"
+        for number, found in enumerate(fit.found_parts)
+        for group in found.groups.values()
+        if group.inside_heads and group.readers
+        for name in group.writers
+    ]
     before = {key: group.size for found in fit.found_parts for key, group in found.groups.items()}
     results = []
     errors = fit.output_errors(len(plans))
@@ -307,7 +314,7 @@ def fit_decoder(
         made = CompressedOptions(
             options.ridge, options.seed, held_out_error, budget=budget, objective=options.objective,  # type: ignore[arg-type]
             form=options.form, heads_kept={name: why for name, why in parts.alone.items() if ":" in name},  # type: ignore[arg-type]
-            inputs=fit.inputs(result),
+            heads_mixed=tuple(mixed), inputs=fit.inputs(result),
         )  # fmt: skip
         shared = [(before[key], size) for key, size in sizes[0].items()] if options.form == "uniform" else []
         results.append((Record(made, tuple(changes_of(units, stack, done[result], alone))), shared))
