@@ -141,7 +141,8 @@ def _run(path, code, seconds):
         os.dup2(null, 2)
         if code is not None:
             sys.meta_path.insert(0, _Planted(path, code))
-        words = ["-q", "-x", "-p", "no:cacheprovider", "-p", "no:randomly", "-m", "not slow", *LONG]
+        again = "ignore:Module already imported:pytest.PytestAssertRewriteWarning"  # in the process that forked
+        words = ["-q", "-x", "-W", again, "-p", "no:cacheprovider", "-p", "no:randomly", "-m", "not slow", *LONG]
         os._exit(pytest.main([*words, f"tests/{path.parent.name}"]))
     return os.waitpid(child, 0)[1] != 0
 
