@@ -24,7 +24,7 @@ from tests.helpers.without_numba import forbid_numba
 ROOT = Path(__file__).parents[1]
 LEFT_OUT = {"vector_lanes.py", "kernels.py", "__init__.py"}  # kernels.py of structure runs, and is put back below
 COMPILING = {"compiled", "inlined", "overload"}  # decorators that do nothing here
-LONG = ["--deselect=tests/annealing/test_calibration.py", "--deselect=tests/structure/test_figures.py"]
+LONG = "tests/annealing/test_calibration.py"
 
 
 def main(count: int = 60, seed: int = 0) -> None:
@@ -142,7 +142,19 @@ def _run(path, code, seconds):
         if code is not None:
             sys.meta_path.insert(0, _Planted(path, code))
         again = "ignore:Module already imported:pytest.PytestAssertRewriteWarning"  # in the process that forked
-        words = ["-q", "-x", "-W", again, "-p", "no:cacheprovider", "-p", "no:randomly", "-m", "not slow", *LONG]
+        words = [
+            "-q",
+            "-x",
+            "-W",
+            again,
+            "-p",
+            "no:cacheprovider",
+            "-p",
+            "no:randomly",
+            "-m",
+            "not slow",
+            f"--deselect={LONG}",
+        ]
         os._exit(pytest.main([*words, f"tests/{path.parent.name}"]))
     return os.waitpid(child, 0)[1] != 0
 
