@@ -1,5 +1,6 @@
 """Every null against scipy.stats, and every initialiser against what torch really draws."""
 
+import dataclasses
 import math
 
 import numpy as np
@@ -293,3 +294,10 @@ def test_integers_are_magnitudes_too():
 def test_levels_outside_the_unit_interval_say_so():
     with pytest.raises(InvalidOption, match="level must be a number between 0 and 1, got 5"):
         nulls.Normal(1.0).threshold(5)
+
+
+@pytest.mark.parametrize("null", [null for null, _ in KNOWN], ids=lambda n: n.name)
+def test_nulls_are_values(null):
+    assert hash(null) == hash(dataclasses.replace(null))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        null.mean = 1.0

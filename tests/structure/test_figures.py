@@ -2,6 +2,7 @@
 
 import re
 import xml.etree.ElementTree as ET
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import crystallite as cx
 from crystallite.core.drawing import Box, Label, Line, Raster
 from tests.helpers import paper
 
+LOOKED_AT = Path(__file__).parent / "figures"
 SUBSCRIPTS = str.maketrans("₀₁₂₃₄₅₆₇₈₉⁰¹²³⁴⁵⁶⁷⁸⁹", "01234567890123456789")
 
 
@@ -63,6 +65,19 @@ def test_the_18_node_example():
     at = {s.text.translate(SUBSCRIPTS): s.y for s in drawing.shapes if isinstance(s, Label) and s.text.startswith("S")}
     for target, source in paper.CONDENSATION_EDGES:
         assert at[f"S{source}"] < at[f"S{target}"]  # layers from top to bottom
+
+
+@pytest.mark.parametrize(
+    ("name", "draw"),
+    [
+        ("blocks", lambda: cx.decompose(paper.M_PRIME).plot(paper.M_PRIME)),
+        ("feedback", lambda: cx.decompose(paper.M18, kind="directed").plot(paper.M18)),
+        ("large_feedback", lambda: cx.decompose(np.kron(np.eye(3), np.tri(15)), kind="directed").plot()),
+    ],
+)
+def test_figures_stay_as_they_were_looked_at(name, draw):
+    """After a change that is meant: `python -m tests.structure.test_figures` draws them anew; look at them."""
+    assert draw().svg() == (LOOKED_AT / f"{name}.svg").read_text()
 
 
 @pytest.mark.parametrize(
@@ -124,3 +139,9 @@ def test_files_and_notebooks(tmp_path):
     assert "Annealing of matrix" in a._repr_html_()
     with pytest.raises(cx.InvalidMatrix, match="as the structure has"):
         d.plot(np.zeros((3, 3)))
+
+
+if __name__ == "__main__":
+    (mark,) = test_figures_stay_as_they_were_looked_at.pytestmark
+    for name, draw in mark.args[1]:
+        (LOOKED_AT / f"{name}.svg").write_text(draw().svg())

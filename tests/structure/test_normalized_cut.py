@@ -103,3 +103,12 @@ def test_neurons_without_weight_do_no_harm():
     weights = np.kron(np.eye(2), np.ones((6, 5)))
     weights[3], weights[:, 7] = 0, 0
     assert best_partitions(single(weights), [2], np.random.default_rng(0))[0][0, 0] == pytest.approx(1, abs=1e-6)
+
+
+def test_no_turn_makes_a_partition_worse(monkeypatch):
+    graphs = [single(np.abs(np.random.default_rng(seed).normal(size=(20, 30))) ** 3) for seed in range(8)]
+    turned = [best_partitions(graph, [2, 4], np.random.default_rng(0))[0] for graph in graphs]
+    monkeypatch.setattr("crystallite.structure.normalized_cut._TURNS", 0)
+    first = [best_partitions(graph, [2, 4], np.random.default_rng(0))[0] for graph in graphs]
+    assert all((a >= b).all() for a, b in zip(turned, first, strict=True))
+    assert any((a > b).any() for a, b in zip(turned, first, strict=True))

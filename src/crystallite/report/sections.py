@@ -93,7 +93,9 @@ def _faster(timed: Mapping[str, float]) -> str:
 def layers_section(found: Rebuilt, alone: bool) -> Section:
     """What each layer became, in pictures and in a table."""
     (m0, m1), (p0, p1) = found.summary["macs"], found.summary["parameters"]
-    text = f"These layers: multiply-adds {m0:,} → {m1:,}, parameters {p0:,} → {p1:,}."
+    text = (
+        f"These layers keep {m1 / max(m0, 1):.1%} of their multiply-adds and {p1 / max(p0, 1):.1%} of their parameters."
+    )
     if order := found.summary["order"]:
         text += f" {order[0].upper()}{order[1:]}."
     text += "".join(f" {note[:1].upper()}{note[1:]}." for note in found.summary.get("notes", ()))
