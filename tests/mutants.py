@@ -3,7 +3,7 @@
 Draws COUNT of the faults that cosmic-ray would plant in `structure/` and `annealing/`, and runs the tests of the room
 on each of them, in a fork that has torch loaded already. Kernels run as Python, without numba; so what only a compiler
 sees (`structure/vector_lanes.py`, the loops of `annealing/kernels.py`) is left out. A fault that leaves the code the
-same, as in an annotation, is not counted; one with which the tests do not end counts as noticed.
+same, as in an annotation, or is no Python is not counted; one with which the tests do not end counts as noticed.
 """
 
 from __future__ import annotations
@@ -44,7 +44,10 @@ def main(count: int = 60, seed: int = 0) -> None:
             break
         code = path.read_text()
         changed = _planted(code, name, occurrence)
-        if changed is None or _meaning(changed) == _meaning(code):
+        try:
+            if changed is None or _meaning(changed) == _meaning(code):
+                continue
+        except SyntaxError:
             continue
         if _run(path, changed, 3 * seconds[path.parent.name] + 20):
             noticed += 1

@@ -309,3 +309,28 @@ def test_rows_of_tables_have_scales_of_their_own(tmp_path):
     expected = model.table(tokens)
     apart = (torch.from_numpy(found) - expected).abs().amax(-1)
     assert (apart <= expected.abs().amax(-1) / 253).all()
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_a_fitted_gru_takes_batches_of_any_size(bidirectional, tmp_path):
+    class Reader(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gru = nn.GRU(12, 24, batch_first=True, bidirectional=bidirectional)
+            self.head = nn.Linear(24 * (1 + bidirectional), 5)
+
+        def forward(self, rows):
+            return self.head(self.gru(rows)[0].mean(1))
+
+    torch.manual_seed(0)
+    model, x = Reader().eval(), torch.randn(400, 7, 12)
+    small = cx.compress(model, x, budget=0.5)
+    assert cx.record(small).options.heads_mixed == ()
+    exported = cx.export(small, tmp_path / "small.onnx", x[:16])
+    assert not exported.notes
+    session = onnxruntime.InferenceSession(tmp_path / "small.onnx", providers=["CPUExecutionProvider"])
+    for shape in ((1, 7, 12), (3, 7, 12)):
+        rows = torch.randn(shape)
+        (found,) = session.run(None, {"rows": rows.numpy()})
+        with torch.no_grad():
+            torch.testing.assert_close(torch.from_numpy(found), small(rows), rtol=1e-4, atol=1e-5)

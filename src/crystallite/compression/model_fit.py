@@ -111,7 +111,7 @@ class ModelFit:
         uncut = {part.name for name, some in parts.items() if usable[name].kind == "recurrent" for part in some}
         plan = ForwardPlan.of(dense, list(inner), reach.example, reach.loose)
         cost = WholeCost.of(model, units, counts, objective)
-        session = Session(dense, inner, data, plan, ridge, seed, counts, uncut, kernels=cost.each)
+        session = Session(dense, inner, data, plan, ridge, seed, counts, uncut=uncut, kernels=cost.each)
         named = {name: [part.name for part in some] for name, some in parts.items()}
         return cls(model, session, units, named, cost, objective, form, progress)
 

@@ -38,11 +38,11 @@ class Session:
     ridge: float
     seed: int
     call_counts: Mapping[str, float] = field(default_factory=dict)  # of each layer's weight in a call, in proportion
-    mixed: set[str] = field(default_factory=set)  # layers of the dense model whose outputs were mixed inside heads
     uncut: AbstractSet[str] = frozenset()  # layers that are not cut into independent blocks: recurrent ones
     output_factors: dict[str, Tensor] = field(default_factory=dict)  # see `influence`
     kernels: Mapping[str, float] = field(default_factory=dict)  # module between layers → what each of its neurons costs
     routes: dict[int, Routes] = field(default_factory=dict)  # by batch: where the dense model's experts are sent what
+    mixed: set[str] = field(default_factory=set)  # layers of the dense model whose outputs were mixed inside heads
 
     @property
     def wanted(self) -> int:

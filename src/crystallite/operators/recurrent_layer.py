@@ -40,14 +40,18 @@ _THREADED_BATCH = 4
 
 
 class Steps(NamedTuple):
-    """How the rows of a packed sequence lie in time: `counts[t]` sequences have a step t, the longest come first."""
+    """How the rows of some sequences lie in time: `counts[t]` of them have a step t, the longest come first.
 
-    counts: np.ndarray  # (length,) int64
-    packed: bool  # False: all counts are equal
+    While a graph is traced, length and batch may be symbols; they stay so unless the counts are asked for.
+    """
+
+    length: int
+    batch: int
+    packed: np.ndarray | None = None  # (length,) int64; None: all sequences are as long
 
     @property
-    def batch(self) -> int:
-        return int(self.counts[0])
+    def counts(self) -> np.ndarray:
+        return np.full(self.length, self.batch, np.int64) if self.packed is None else self.packed
 
     @property
     def starts(self) -> np.ndarray:
@@ -71,19 +75,20 @@ def run_native(
 
     weights: for inputs and for states, and the biases if there are some.
     """
-    if backward:
+    if backward and steps.packed is not None:
         rows = steps.reversed_rows(data.device)
         data = data.index_select(0, rows)
     initial = [state[None] for state in states]
     call, initially = _NATIVE[mode], initial if mode == "LSTM" else initial[0]
     tail = (len(weights) > 2, 1, 0.0, training, False)
-    if steps.packed:
-        output, *final = call(data, torch.from_numpy(steps.counts), initially, weights, *tail)
+    if steps.packed is not None:
+        output, *final = call(data, torch.from_numpy(steps.packed), initially, weights, *tail)
+        output = output.index_select(0, rows) if backward else output
     else:
-        sequence = data.view(len(steps.counts), steps.batch, data.shape[1])
-        output, *final = call(sequence, initially, weights, *tail, False)
-        output = output.flatten(0, 1)
-    return output.index_select(0, rows) if backward else output, *(state[0] for state in final)
+        sequence = data.view(steps.length, steps.batch, data.shape[1])
+        output, *final = call(sequence.flip(0) if backward else sequence, initially, weights, *tail, False)
+        output = (output.flip(0) if backward else output).flatten(0, 1)
+    return output, *(state[0] for state in final)
 
 
 class BlockRecurrentLayer(nn.Module):

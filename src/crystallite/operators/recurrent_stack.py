@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sized
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -107,7 +106,8 @@ class RecurrentStack(nn.Module):
     ) -> tuple[Tensor | PackedSequence, States]:
         """(output, final states) as `nn.RNN`, `nn.GRU` or `nn.LSTM` return them."""
         if isinstance(input, PackedSequence):
-            data, steps = input.data, Steps(input.batch_sizes.numpy(), True)
+            data, counts = input.data, input.batch_sizes.numpy()
+            steps = Steps(len(counts), int(counts[0]), counts)
             self._check_input(data, 2)
             states = self._initial(hx, data, steps.batch, 3)
             if input.sorted_indices is not None:
@@ -124,7 +124,7 @@ class RecurrentStack(nn.Module):
         length, batch, _ = sequence.shape
         if not length:
             raise InvalidMatrix("input: expected at least one time step, got none")
-        steps = Steps(np.full(length, batch, np.int64), False)
+        steps = Steps(length, batch)
         states = self._initial(hx, input, batch, input.dim())
         flat, final = self._run(sequence.reshape(length * batch, self.input_size), steps, states)
         output = flat.view(length, batch, flat.shape[1])

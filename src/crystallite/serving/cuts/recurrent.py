@@ -140,7 +140,7 @@ class _Component(TakesNames):
     def forward(self, given: Tensors) -> Tensors:
         data, counts = given[INPUT], given["counts"]
         states = tuple(given[name] for name in _STATES if name in given)
-        steps = Steps(counts.numpy(), bool((counts != counts[0]).any()))
+        steps = Steps(len(counts), int(counts[0]), counts.numpy() if (counts != counts[0]).any() else None)
         if all(can_run_compiled(given, self) for given in (data, *states)):
             output = data.new_empty(len(data), self.layer.form.hidden)
             final = self.layer.run(data, steps, states, self.backward, output, 0)
