@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -276,12 +277,14 @@ def _by_sample(module: nn.Module, value: Tensor, samples: int, mask: Any) -> _Re
     return _Read(sums.reshape(samples, -1, sums.shape[-1]).cpu(), real.reshape(samples, -1))
 
 
+@lru_cache(maxsize=32)  # made again, they cost more than what is done with them
 def _directions(width: int) -> Tensor:
     """(width, directions) orthonormal columns in which all features take part: waves of a cosine transform."""
     count = min(_DIRECTIONS, width)
-    waves = torch.linspace(0, width - 1, count).round()
-    found = torch.cos(math.pi / width * (torch.arange(width) + 0.5)[:, None] * waves)
-    return found / found.norm(dim=0)
+    with torch.inference_mode(False):  # else who trains later could not use them
+        waves = torch.linspace(0, width - 1, count).round()
+        found = torch.cos(math.pi / width * (torch.arange(width) + 0.5)[:, None] * waves)
+        return found / found.norm(dim=0)
 
 
 def _familiar(name: str, count: int, total: Tensor, squares: Tensor) -> Familiar:

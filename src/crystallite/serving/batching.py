@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
+from crystallite.serving.batch_costs import BatchCosts
 from crystallite.serving.joining import Joining
 from crystallite.serving.limits import Limits
 from crystallite.serving.logs import current
@@ -21,7 +22,7 @@ from crystallite.serving.tracing import current_span, span
 __all__ = ["Batcher"]
 
 
-_WASTE = 0.1  # of what a batch computes may be filled up; of MiniLM 0.3 would cost what joining saves (simulated)
+_FILLED = 0.25  # of what a request saves by joining a batch may be spent on filling up; simulated with MiniLM's costs
 
 
 @dataclass(eq=False)
@@ -62,6 +63,7 @@ class Batcher:
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = self._flushing = False
         self._batch_seconds = 0.0  # of the last batch
+        self._costs = BatchCosts()
 
     @property
     def waiting(self) -> int:
@@ -141,23 +143,22 @@ class Batcher:
     def _take(self) -> list[_Waiting]:
         """The oldest request and others that may go with it, as many as fit into a batch, at least one.
 
-        Those nearest in length come first, and of these the oldest: filling up costs as much as computing.
+        Those nearest in length come first, and of these the oldest. Filling up costs as much as computing, and a batch
+        has costs of its own, which joining saves.
         """
         if not self._queue:
             return []
         first = self._queue[0]
         others = (waiting for waiting in self._queue if waiting is not first and waiting.key == first.key)
-        batch, samples, filled, longest = [first], first.samples, first.samples * first.length, first.length
+        batch, samples, longest = [first], first.samples, first.length
+        most = _FILLED * self._costs.fixed(first.samples * first.length)
         for waiting in sorted(others, key=lambda waiting: abs(waiting.length - first.length)):
-            samples += waiting.samples
-            if samples > self._limits.max_batch:
+            if samples + waiting.samples > self._limits.max_batch:
                 break
-            filled += waiting.samples * waiting.length
-            if samples * max(longest, waiting.length) * (1 - _WASTE) > filled:
-                samples, filled = samples - waiting.samples, filled - waiting.samples * waiting.length
-                continue
-            longest = max(longest, waiting.length)
-            batch.append(waiting)
+            together = (samples + waiting.samples) * max(longest, waiting.length)
+            if together - samples * longest - waiting.samples * waiting.length <= most:
+                samples, longest = samples + waiting.samples, max(longest, waiting.length)
+                batch.append(waiting)
         taken = set(map(id, batch))
         self._queue = [waiting for waiting in self._queue if id(waiting) not in taken]
         return batch
@@ -176,7 +177,9 @@ class Batcher:
         try:
             with span("transform", [w.span for w in batch], model=self._model, samples=samples, requests=len(batch)):
                 answers = self.joining.split(await self._run(self.joining.joined(parts)), parts)
-            self._statistics.batch(samples, time.monotonic() - began)
+            elapsed = time.monotonic() - began
+            self._statistics.batch(samples, elapsed)
+            self._costs.add(samples * max(waiting.length for waiting in batch), elapsed)
         except Exception as error:  # delivered to whoever asked; the queue goes on
             if len(batch) > 1:
                 for waiting in batch:
