@@ -227,3 +227,44 @@ async def test_several_batches_at_once_where_the_engine_has_room():
     assert work.batches == [1, 1, 3]
     assert torch.equal(await queue.infer(rows(7)), rows(8))  # both workers were done, and one comes back
     await queue.close()
+
+
+LONG = Joining(
+    (TensorSpec("input", torch.float32, ("length",)),),
+    (TensorSpec("output", torch.float32, ("length",)),),
+    frozenset({"length"}),
+)
+
+
+async def shapes_of_batches(costs, lengths):
+    """What is computed together of requests of these lengths, where batches cost this; the first request runs alone."""
+    work, shapes = Work(gated=True), []
+
+    async def run(given):
+        shapes.append(tuple(given["input"].shape))
+        return await work.run(given)
+
+    queue = Queue("small", run, LONG, Limits(), Metrics(), Statistics())
+    for size in range(100, 1000, 100):
+        queue._costs.add(size, costs(size))
+
+    def ask(length):
+        return asyncio.create_task(queue.infer(torch.full((1, length), float(length))))
+
+    tasks = [ask(1)]
+    await until(lambda: shapes)
+    tasks += map(ask, lengths)
+    await until(lambda: queue.waiting == len(lengths))
+    work.gate.set()
+    for length, task in zip((1, *lengths), tasks, strict=True):
+        assert torch.equal(await task, torch.full((1, length), length + 1.0))
+    return shapes[1:]
+
+
+@scenario
+async def test_what_batches_cost_by_themselves_decides_how_far_they_are_filled_up():
+    lengths = (40, 100, 41, 45, 99)
+    assert await shapes_of_batches(lambda size: size, lengths) == [(1, 40), (1, 100), (1, 41), (1, 45), (1, 99)]
+    assert await shapes_of_batches(lambda size: 100 + size, lengths) == [(3, 45), (2, 100)]
+    assert await shapes_of_batches(lambda size: 100 + size, (40, 60)) == [(1, 40), (1, 60)]
+    assert await shapes_of_batches(lambda size: 1.0, (40, 60)) == [(2, 60)]

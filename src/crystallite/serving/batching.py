@@ -22,7 +22,7 @@ from crystallite.serving.tracing import current_span, span
 __all__ = ["Batcher"]
 
 
-_FILLED = 0.25  # of what a request saves by joining a batch may be spent on filling up; simulated with MiniLM's costs
+_FILLED = 0.15  # of what a request saves by joining a batch may be spent on filling up; simulated with MiniLM's costs
 
 
 @dataclass(eq=False)
