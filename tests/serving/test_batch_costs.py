@@ -18,7 +18,8 @@ def seen(cost, sizes):
 @pytest.mark.parametrize("each", [1e-6, 0.1])
 def test_it_finds_planted_costs_among_noise(fixed, each):
     rng = random.Random(0)
-    costs = seen(lambda size: each * (fixed + size) * rng.uniform(0.95, 1.05), (rng.randint(1, 1000) for _ in range(200)))
+    sizes = [rng.randint(1, 1000) for _ in range(200)]
+    costs = seen(lambda size: each * (fixed + size) * rng.uniform(0.95, 1.05), sizes)
     assert abs(costs.fixed(0) - fixed) < 40
 
 
