@@ -30,11 +30,17 @@ class Server:
     grpc: str = ""
     loads: list[Load] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)  # of processor time, for each answer
+    busiest: list[list[float]] = field(default_factory=list)  # the same of the three threads that took most of it
 
     def used(self) -> float:
         """Seconds of processor time so far."""
         numbers = self._proc("stat").read_text().rpartition(")")[2].split()
         return (int(numbers[11]) + int(numbers[12])) / os.sysconf("SC_CLK_TCK")
+
+    def used_by_thread(self) -> dict[str, float]:
+        """The same for each thread, finer."""
+        threads = self._proc("task").iterdir()
+        return {thread.name: int((thread / "schedstat").read_text().split()[0]) / 1e9 for thread in threads}
 
     def resident(self) -> int:
         """Bytes of memory that it holds."""

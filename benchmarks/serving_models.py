@@ -22,6 +22,7 @@ from contextlib import ExitStack
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import numpy as np
 import torch
@@ -117,14 +118,24 @@ def checked(kind: str, server: Server, folder: Path, tokens: list[Tensor]) -> di
     return {"client": f"tritonclient.{kind}", "requests": len(answers), "worst relative deviation": worst}
 
 
+def batch_size(server: Server) -> float:
+    """The mean number of samples in a batch, as the server's statistics say."""
+    with urlopen(f"http://127.0.0.1:{server.port}/v2/models/minilm/stats") as answer:
+        (found,) = json.load(answer)["model_stats"]
+    batches = [(int(size["batch_size"]), int(size["compute_infer"]["count"])) for size in found["batch_stats"]]
+    return sum(size * count for size, count in batches) / sum(count for _, count in batches)
+
+
 def measured(servers: dict[str, Server], requests: dict[str, list], seconds: float, rounds: int) -> list[dict]:
     for _ in range(rounds):
         for name, server in servers.items():
-            before = server.used()
+            before, threads = server.used(), server.used_by_thread()
             ask = Ask("127.0.0.1", server.port, requests[name], CLIENTS, seconds, warmup=1.0)
             server.loads.append(loaded(ask))
-            share = seconds / (seconds + ask.warmup)
-            server.seconds.append((server.used() - before) * share / len(server.loads[-1].latencies))
+            each = seconds / (seconds + ask.warmup) / len(server.loads[-1].latencies)
+            server.seconds.append((server.used() - before) * each)
+            taken = ((spent - threads.get(name, 0.0)) * each for name, spent in server.used_by_thread().items())
+            server.busiest.append(sorted(taken, reverse=True)[:3])
     rows = []
     for name, server in servers.items():
         rows.append({
@@ -134,6 +145,8 @@ def measured(servers: dict[str, Server], requests: dict[str, list], seconds: flo
             "p50 ms": 1e3 * best_quantile(server.loads, 0.5),
             "p99 ms": 1e3 * best_quantile(server.loads, 0.99),
             "processor ms/request": 1e3 * min(server.seconds),
+            "of the busiest threads": [round(1e3 * min(times), 2) for times in zip(*server.busiest, strict=True)],
+            "samples/batch": batch_size(server) if name.startswith("crystallite") else 1.0,
             "refused": sum(sum(load.refused.values()) for load in server.loads),
         })  # fmt: skip
     return rows
