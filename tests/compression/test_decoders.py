@@ -139,21 +139,27 @@ def test_the_error_in_the_record_is_that_of_the_layer(name):
     assert found == pytest.approx(expected, rel=0.02)
 
 
-def test_a_uniform_result_needs_no_crystallite(tmp_path):
-    model = model_of("Llama")
-    small = cx.compress(model, batches(), budget=0.7, form="uniform")
+@pytest.mark.parametrize("form", ["any", "dense", "uniform"])
+def test_results_write_text_in_a_fresh_process_and_uniform_ones_without_crystallite(form, tmp_path):
+    model, x = model_of("Llama"), torch.arange(1, 9)[None]
+    small = cx.compress(model, batches(), budget=0.7, form=form)
     cx.save(small, tmp_path / "small")
+    first = "sys.modules['crystallite'] = None  # as where it is not installed" if form == "uniform" else ""
     code = (
-        "import sys, torch, transformers\n"
-        "model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1])\n"
-        "assert 'crystallite' not in sys.modules\n"
-        "print(model.config.intermediate_size, float(model(torch.arange(1, 9)[None]).logits.double().sum()))"
+        f"import sys\n{first or 'import crystallite'}\nimport torch, transformers\n"
+        "model, x = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1]), torch.arange(1, 9)[None]\n"
+        "print(model.config.intermediate_size, float(model(x).logits.double().sum()))\n"
+        "print(*model.generate(x, max_new_tokens=8, do_sample=False, pad_token_id=0)[0].tolist())"
     )
     ran = subprocess.run([sys.executable, "-c", code, tmp_path / "small"], capture_output=True, text=True, check=True)
-    width, total = ran.stdout.split()
-    assert int(width) == small.config.intermediate_size < 160
+    sizes, written = ran.stdout.splitlines()
+    width, total = sizes.split()
+    if form == "uniform":
+        assert int(width) == small.config.intermediate_size < 160
     with torch.no_grad():
-        assert float(total) == pytest.approx(float(small(torch.arange(1, 9)[None]).logits.double().sum()), rel=1e-4)
+        assert float(total) == pytest.approx(float(small(x).logits.double().sum()), rel=1e-4)
+    expected = small.generate(x, max_new_tokens=8, do_sample=False, pad_token_id=0)[0].tolist()
+    assert [int(token) for token in written.split()] == expected
 
 
 RUN = """
