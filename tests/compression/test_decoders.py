@@ -374,3 +374,28 @@ def test_what_elimination_order_is_what_the_weights_lose():
         assert sorted(order[:size].tolist()) == kept.tolist()
         lost = weight - found
         assert costs[size] == pytest.approx(float(((lost @ regression.metric) * lost).sum()), rel=1e-6, abs=1e-9)
+
+
+@pytest.mark.parametrize("width", [1, 2])
+def test_what_is_left_of_elimination_is_the_best_for_those_neurons(width):
+    rng = torch.Generator().manual_seed(2)
+    x = torch.randn(300, 24, generator=rng) @ torch.randn(24, 24, generator=rng)
+    both = Moments("a")
+    both.add(x, x[:, :0])
+    weight = torch.randn(5, 24, generator=rng, dtype=torch.float64)
+    regression = Regression.of_layer(both, both, weight, None, 0.01)
+    places = torch.randperm(24, generator=rng)[:20].view(-1, width)  # four inputs belong to none and stay
+    others = sorted({*range(24)} - {*places.flatten().tolist()})
+    for size, (kept, found) in eliminate(regression, range(20 // width, 0, -3), places).items():
+        columns = torch.tensor(sorted([*places[kept].flatten().tolist(), *others]))
+        assert len(kept) == size
+        assert torch.allclose(found[:, columns], regression.restricted(columns).weight, rtol=1e-6)
+        assert int((found != 0).any(0).sum()) == len(columns)
+
+
+def test_the_model_is_left_as_it_was():
+    model = model_of("Llama")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    cx.compress(model, batches(), budget=0.8, form="dense")
+    assert all(parameter.grad is None and parameter.requires_grad for parameter in model.parameters())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
