@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.timing import show, store
+from benchmarks.timing import show, store, stored
 
 WINDOW = 512
 STD = 0.02
@@ -199,10 +199,17 @@ def main(arguments: list[str] | None = None) -> None:
     if options.run is not None:
         run(options)
         return
-    rows = [measure(name, options) for name in options.models]
+    rows = []
+    for name in options.models:
+        rows.append(measure(name, options))
+        if not options.profile:  # what is measured is kept, whatever happens to the next
+            others = [row for row in stored("decoder_scale") if _run_of(row) != _run_of(rows[-1])]
+            store("decoder_scale", [*others, rows[-1]])
     show("a decoder compressed from disk", rows)
-    if not options.profile:
-        store("decoder_scale", rows)
+
+
+def _run_of(row: dict[str, object]) -> tuple[object, ...]:
+    return row["model"], row["tokens"]
 
 
 if __name__ == "__main__":

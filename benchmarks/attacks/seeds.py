@@ -153,6 +153,15 @@ def _experts() -> nn.Module:
     return Experts([*gated, clipped])
 
 
+def _low_rank_tables() -> nn.Module:
+    """A table of tokens and a head that share their rows."""
+    table, head = cx.LowRankEmbedding(9, 8, 3, padding_idx=0), cx.LowRankHead(8, 9, 3, bias=True)
+    head.weight = table.weight
+    for parameter in nn.Sequential(table, head).parameters():
+        nn.init.normal_(parameter)
+    return nn.Sequential(table, nn.Tanh(), head)
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {  # and the shape of what each is called with
     "BlockLinear": (lambda: nn.Sequential(_block_linear(), nn.Softmax(-1)), (20, 16)),
     "BlockChain": (_with_chain, (2, 8)),
@@ -170,6 +179,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {  # and th
     "ExpandedAttention": (_attention, (2, 3, 8)),
     "Experts": (_experts, (5, 6)),
     "LowRankRecurrent": (lambda: cx.LowRankRecurrent("GRU", 5, 8, [(2, 2), (0, 3)], num_layers=2), (6, 4, 5)),
+    "LowRankTables": (_low_rank_tables, (2, 5)),
 }
 
 
@@ -178,6 +188,8 @@ def artifact(name: str, folder: Path) -> tuple[Tensor, ...]:
     torch.manual_seed(0)
     make, shape = MODELS[name]
     cx.save(make().eval(), folder)
+    if name == "LowRankTables":
+        return (torch.arange(10).view(shape) % 9,)
     x = torch.randn(shape)
     if name == "ExpandedAttention":
         return x, x, x

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from crystallite.operators.linear import BlockLinear
     from crystallite.operators.low_rank import LowRankConv, LowRankLinear
     from crystallite.operators.low_rank_recurrent import LowRankRecurrent
+    from crystallite.operators.low_rank_table import LowRankEmbedding, LowRankHead
     from crystallite.operators.recurrent import BlockRecurrent
     from crystallite.reorganization.restore import restore
     from crystallite.reorganization.rewrite import reorganize
@@ -91,6 +92,8 @@ __all__ = [
     "LevelProfile",
     "LoadedBlock",
     "LowRankConv",
+    "LowRankEmbedding",
+    "LowRankHead",
     "LowRankLinear",
     "LowRankRecurrent",
     "MatrixAnalysis",
@@ -186,6 +189,7 @@ _HOME = {
         "operators.linear": "BlockLinear",
         "operators.low_rank": "LowRankConv LowRankLinear",
         "operators.low_rank_recurrent": "LowRankRecurrent",
+        "operators.low_rank_table": "LowRankEmbedding LowRankHead",
         "operators.recurrent": "BlockRecurrent",
         "reorganization.restore": "restore",
         "reorganization.rewrite": "reorganize",

@@ -139,21 +139,27 @@ def test_the_error_in_the_record_is_that_of_the_layer(name):
     assert found == pytest.approx(expected, rel=0.02)
 
 
-def test_a_uniform_result_needs_no_crystallite(tmp_path):
-    model = model_of("Llama")
-    small = cx.compress(model, batches(), budget=0.7, form="uniform")
+@pytest.mark.parametrize("form", ["any", "dense", "uniform"])
+def test_results_write_text_in_a_fresh_process_and_uniform_ones_without_crystallite(form, tmp_path):
+    model, x = model_of("Llama"), torch.arange(1, 9)[None]
+    small = cx.compress(model, batches(), budget=0.7, form=form)
     cx.save(small, tmp_path / "small")
+    first = "sys.modules['crystallite'] = None  # as where it is not installed" if form == "uniform" else ""
     code = (
-        "import sys, torch, transformers\n"
-        "model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1])\n"
-        "assert 'crystallite' not in sys.modules\n"
-        "print(model.config.intermediate_size, float(model(torch.arange(1, 9)[None]).logits.double().sum()))"
+        f"import sys\n{first or 'import crystallite'}\nimport torch, transformers\n"
+        "model, x = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1]), torch.arange(1, 9)[None]\n"
+        "print(model.config.intermediate_size, float(model(x).logits.double().sum()))\n"
+        "print(*model.generate(x, max_new_tokens=8, do_sample=False, pad_token_id=0)[0].tolist())"
     )
     ran = subprocess.run([sys.executable, "-c", code, tmp_path / "small"], capture_output=True, text=True, check=True)
-    width, total = ran.stdout.split()
-    assert int(width) == small.config.intermediate_size < 160
+    sizes, written = ran.stdout.splitlines()
+    width, total = sizes.split()
+    if form == "uniform":
+        assert int(width) == small.config.intermediate_size < 160
     with torch.no_grad():
-        assert float(total) == pytest.approx(float(small(torch.arange(1, 9)[None]).logits.double().sum()), rel=1e-4)
+        assert float(total) == pytest.approx(float(small(x).logits.double().sum()), rel=1e-4)
+    expected = small.generate(x, max_new_tokens=8, do_sample=False, pad_token_id=0)[0].tolist()
+    assert [int(token) for token in written.split()] == expected
 
 
 RUN = """
@@ -368,3 +374,28 @@ def test_what_elimination_order_is_what_the_weights_lose():
         assert sorted(order[:size].tolist()) == kept.tolist()
         lost = weight - found
         assert costs[size] == pytest.approx(float(((lost @ regression.metric) * lost).sum()), rel=1e-6, abs=1e-9)
+
+
+@pytest.mark.parametrize("width", [1, 2])
+def test_what_is_left_of_elimination_is_the_best_for_those_neurons(width):
+    rng = torch.Generator().manual_seed(2)
+    x = torch.randn(300, 24, generator=rng) @ torch.randn(24, 24, generator=rng)
+    both = Moments("a")
+    both.add(x, x[:, :0])
+    weight = torch.randn(5, 24, generator=rng, dtype=torch.float64)
+    regression = Regression.of_layer(both, both, weight, None, 0.01)
+    places = torch.randperm(24, generator=rng)[:20].view(-1, width)  # four inputs belong to none and stay
+    others = sorted({*range(24)} - {*places.flatten().tolist()})
+    for size, (kept, found) in eliminate(regression, range(20 // width, 0, -3), places).items():
+        columns = torch.tensor(sorted([*places[kept].flatten().tolist(), *others]))
+        assert len(kept) == size
+        assert torch.allclose(found[:, columns], regression.restricted(columns).weight, rtol=1e-6)
+        assert int((found != 0).any(0).sum()) == len(columns)
+
+
+def test_the_model_is_left_as_it_was():
+    model = model_of("Llama")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    cx.compress(model, batches(), budget=0.8, form="dense")
+    assert all(parameter.grad is None and parameter.requires_grad for parameter in model.parameters())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

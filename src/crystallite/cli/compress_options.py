@@ -48,6 +48,8 @@ COMPRESS = Command(
         Option("form", "what layers may become: anything, ordinary layers of other sizes, or (decoders) of the same "
                "sizes throughout, which load without crystallite", default="any", choices=("any", "dense", "uniform"),
                excludes=("--blocks",)),
+        Option("embeddings", "share of a decoder's table of tokens and head to keep, as a low rank; left out, they "
+               "stay", float, metavar="SHARE", excludes=("--blocks", "--tolerance")),
         Option("memory", "memory that a decoder may take, such as 3GB: layers are then read, fitted and written one by "
                "one", metavar="BYTES", own=True,
                excludes=("--blocks", "--tolerance", "--polish-steps", "--weights", "--original")),

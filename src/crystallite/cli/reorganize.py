@@ -18,7 +18,8 @@ from crystallite.models.summary import Summary, summary
 
 __all__ = ["run", "run_compress"]
 
-_OF_FOLDERS = {"budget", "objective", "form", "ridge", "seed", "targets", "ignore"}  # what `compress_folder` takes
+# What `compress_folder` takes.
+_OF_FOLDERS = {"budget", "objective", "form", "embeddings", "ridge", "seed", "targets", "ignore"}
 
 
 def run(options: argparse.Namespace, given: dict[str, Any]) -> int:

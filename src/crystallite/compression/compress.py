@@ -32,6 +32,9 @@ from crystallite.models.transformers_folder import write_config
 __all__ = ["compress"]
 
 OBJECTIVES = ("macs", "parameters", "latency", "int8")
+_NO_TABLES = (
+    'embeddings= is for decoders that are fitted layer by layer, with budget= a share of "macs" or "parameters"'
+)
 
 
 @suggest_keywords
@@ -47,6 +50,7 @@ def compress(
     risk: str = "deviation",
     objective: str = "macs",
     form: str = "any",
+    embeddings: float | None = None,
     own_text: int = 0,
     polish_steps: int = 0,
     checkpoint: str | os.PathLike[str] | None = None,
@@ -88,6 +92,8 @@ def compress(
         form: what layers may become. "any": whatever does least damage. "dense": ordinary layers of other sizes only.
             "uniform", for decoders: ordinary layers, of the same sizes throughout, so that the result is what its class
             makes of a config with smaller numbers, and runs wherever the original did, without crystallite.
+        embeddings: of the table of tokens and the head of a decoder, the share of numbers to keep, as a low rank; left
+            out, both stay. Fewer layers' weights for the same budget lose less as a rule: see docs/language_models.md.
         own_text: so many tokens that a decoder writes itself are taken in turn with the calibration data, so that the
             result holds on other kinds of text than these.
         polish_steps: so many steps of training inside the structure afterwards, to return what the dense model returns;
@@ -137,11 +143,13 @@ def compress(
     data, aside = Calibration.read(calibration, widest, polish_steps > 0), ()
     if tolerance is not None:
         data, aside = set_aside(data, seed)  # type: ignore[assignment]
-    patterns = [(p,) if isinstance(p, str) else tuple(p) for p in (targets, ignore)]
+    chosen, left_out = ((p,) if isinstance(p, str) else tuple(p) for p in (targets, ignore))
     if budget is not None and objective in ("macs", "parameters"):
-        asked = DecoderOptions(budgets_of(budget), objective, form, ridge, seed, *patterns)
+        asked = DecoderOptions(budgets_of(budget), objective, form, ridge, seed, chosen, left_out, embeddings)
         decoders = compress_decoder(model, data, asked, progress)
         if isinstance(decoders, str):
+            if embeddings is not None:
+                raise InvalidOption(_NO_TABLES + (f": {decoders}" if decoders else f", got a {type(model).__name__}"))
             notes += (f"not fitted layer by layer: {decoders}",) if decoders else ()
         else:
             for share, small in zip(asked.budgets, decoders, strict=True) if polish_steps else ():
@@ -151,6 +159,8 @@ def compress(
                 _describe_inputs_(small, [one.layer for one in known_inputs(small)], data)
             found = [_finished(small, model, notes, data) for small in decoders]
             return found if isinstance(budget, Sequence) else found[0]
+    if embeddings is not None:
+        raise InvalidOption(_NO_TABLES)
     if form == "uniform":
         raise InvalidOption(
             'form="uniform" is for decoders of language models, with budget= a share of "macs" or "parameters"; '

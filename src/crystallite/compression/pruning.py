@@ -30,6 +30,8 @@ from crystallite.statistics.regression import Regression, Weighed
 __all__ = ["Prunable", "eliminate", "elimination_order", "find_prunable", "find_prunable_with_experts"]
 
 _PORTION = 1 / 48  # of the neurons that go at once; after each portion all others are fitted again
+_PACKED = 0.75  # of a matrix is left when what is gone is taken out: taking out costs more than working around it
+_MOVED = 256  # rows at once
 
 
 @dataclass(frozen=True)
@@ -187,9 +189,9 @@ def eliminate(
     inputs, device = len(regression.metric), regression.metric.device
     places = (torch.arange(inputs)[:, None] if places is None else places).to(device)
     found = dict[int, tuple[Tensor, Tensor]]()
-    for alive, others, weight, _ in _eliminated(regression, sizes, places):
+    for alive, others, (weight, columns), _ in _eliminated(regression, sizes, places):
         whole = torch.zeros_like(regression.weight)
-        whole[:, torch.cat([places[alive].flatten(), others])] = weight
+        whole[:, torch.cat([places[alive].flatten(), others])] = weight[:, columns]
         found[len(alive)] = alive, whole
     return found
 
@@ -214,40 +216,47 @@ def elimination_order(
 
 def _eliminated(
     regression: Regression | Weighed, sizes: Sequence[int], places: Tensor
-) -> Iterator[tuple[Tensor, Tensor, Tensor, float]]:
-    """Neurons that are left, inputs that are none, the weight for both of them, and what it costs; largest first."""
-    inputs, device, (count, width) = len(regression.metric), regression.metric.device, places.shape
+) -> Iterator[tuple[Tensor, Tensor, tuple[Tensor, Tensor], float]]:
+    """Neurons that are left, inputs that are none, the weight and its columns for both, and what it costs; largest
+    first. The weight changes afterwards."""
+    inputs, device, count = len(regression.metric), regression.metric.device, len(places)
     others = torch.ones(inputs, dtype=torch.bool, device=device).index_fill_(0, places.flatten(), False).nonzero()[:, 0]
-    order = torch.cat([places.flatten(), others])  # neurons next to each other, the rest behind them
-    weight, cost = regression.weight[:, order], 0.0
+    weight, cost = regression.weight.clone(), 0.0
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(regression.metric))
-    if not torch.equal(order, torch.arange(inputs, device=device)):  # else no copy of what may be large
-        inverse = inverse[order[:, None], order]
-    alive, each = torch.arange(count, device=device), torch.arange(width, device=device)
+    alive, at, rest = torch.arange(count, device=device), places, others  # where inputs stand in both matrices
     for size in sorted(set(sizes), reverse=True):
         while len(alive) > size:
-            worth = _costs(weight, inverse, len(alive), width).argsort(stable=True)
+            worth = _costs(weight, inverse, at).argsort(stable=True)
             portion = min(max(1, int(count * _PORTION)), len(alive) - size)
-            stay = worth[portion:].sort().values
-            gone, left = ((some[:, None] * width + each).flatten() for some in (worth[:portion], stay))
-            left = torch.cat([left, torch.arange(len(alive) * width, weight.shape[1], device=device)])
-            lost = weight[:, gone]
-            both = torch.cat([inverse[gone[:, None], left], lost.T], 1)
-            side, back = torch.linalg.solve(inverse[gone[:, None], gone], both).split([len(left), len(lost)], 1)
+            gone, stay = at[worth[:portion]].flatten(), worth[portion:].sort().values
+            rows, lost = inverse.index_select(0, gone), weight.index_select(1, gone)
+            side, back = torch.linalg.solve(rows[:, gone], torch.cat([rows, lost.T], 1)).split(
+                [len(inverse), len(lost)], 1
+            )
             cost += float((lost * back.T).sum())
-            weight = weight[:, left] - lost @ side
-            between = inverse[left[:, None], gone]
-            inverse = inverse[left[:, None], left].addmm_(between, side, alpha=-1)
-            alive = alive[stay]
-        yield alive, others, weight, cost
+            weight.addmm_(lost, side, alpha=-1)
+            inverse.addmm_(rows.T, side, alpha=-1)  # what is gone has no part in what is left from here on
+            alive, at = alive[stay], at[stay]
+            if at.numel() + len(rest) <= _PACKED * len(inverse):
+                left = torch.cat([at.flatten(), rest]).sort().values
+                weight, inverse = weight.index_select(1, left), _packed_(inverse, left)
+                at, rest = torch.searchsorted(left, at), torch.searchsorted(left, rest)
+        yield alive, others, (weight, torch.cat([at.flatten(), rest])), cost
 
 
-def _costs(weight: Tensor, inverse: Tensor, neurons: int, width: int) -> Tensor:
-    """What the removal of each neuron adds to the error; their inputs come first."""
-    inputs = neurons * width
-    weight, inverse = weight[:, :inputs], inverse[:inputs, :inputs]
-    if width == 1:
-        return (weight**2).sum(0) / inverse.diagonal()
-    own = inverse.view(neurons, width, neurons, width).diagonal(dim1=0, dim2=2).movedim(2, 0)  # (neurons, width, width)
-    parts = weight.view(len(weight), neurons, width).permute(1, 2, 0)  # (neurons, width, outputs)
+def _packed_(square: Tensor, left: Tensor) -> Tensor:
+    """Some rows and columns, ascending, of a matrix that is overwritten: they move to its beginning."""
+    count = len(left)
+    for start in range(0, count, _MOVED):  # no row is read after it was written: none stands before its place
+        rows = square.index_select(0, left[start : start + _MOVED])
+        square[start : start + len(rows), :count] = rows.index_select(1, left)
+    return square[:count, :count]
+
+
+def _costs(weight: Tensor, inverse: Tensor, at: Tensor) -> Tensor:
+    """What the removal of each neuron adds to the error; at: (neurons, width) where its inputs stand."""
+    if at.shape[1] == 1:
+        return ((weight**2).sum(0) / inverse.diagonal())[at[:, 0]]
+    own = inverse[at[:, :, None], at[:, None]]  # (neurons, width, width)
+    parts = weight[:, at].permute(1, 2, 0)  # (neurons, width, outputs)
     return (torch.linalg.solve(own, parts) * parts).sum((1, 2))

@@ -32,6 +32,7 @@ from crystallite.operators.feed_forward import BlockFeedForward
 from crystallite.operators.linear import BlockLinear
 from crystallite.operators.low_rank import LowRankConv, LowRankLinear
 from crystallite.operators.low_rank_recurrent import LowRankRecurrent
+from crystallite.operators.low_rank_table import LowRankEmbedding, LowRankHead
 from crystallite.operators.recurrent import BlockRecurrent
 
 __all__ = [
@@ -43,8 +44,7 @@ OPERATORS: dict[str, Any] = {
     cls.__name__: cls
     for cls in (
         BlockChain, BlockConv, BlockFeedForward, BlockLinear, BlockRecurrent, Expert, Experts, ExpandedAttention,
-        LowRankConv,
-        LowRankLinear, LowRankRecurrent,
+        LowRankConv, LowRankEmbedding, LowRankHead, LowRankLinear, LowRankRecurrent,
     )
 }  # fmt: skip
 

@@ -8,7 +8,7 @@ import importlib.metadata
 import itertools
 import json
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -193,14 +193,20 @@ def read_described(layer: nn.Module, modules: Mapping[str, Any], file: Path, pre
 def write_layered(
     source: LayeredFolder, target: Path, shards: Mapping[int, Path], modules: Iterable[Mapping[str, Any]],
     record: Record, sizes: Iterable[tuple[int, int]], metadata: dict[str, Any],
+    change_: Callable[[nn.Module], None] | None = None,
 ) -> None:  # fmt: skip
     """A folder as `from_pretrained` reads it, from files with the weights of one layer each, which are copied there.
 
     modules: by layer, what became of it (`describe_layer`). sizes: before and after, of what the config may say.
+    change_: puts what changed outside the layers into a model.
     """
     model: Any = source.without_layers()
     changed = {f"{source.name}.{n}.{name}": d for n, found in enumerate(modules) for name, d in found.items()}
     put_described_(model, changed)
+    if change_ is not None:
+        described = describe_parts(model)
+        change_(model)
+        changed |= {name: found for name, found in describe_parts(model).items() if described.get(name) != found}
     set_record_(model, record)
     for before, now in sizes:
         say_size_(model, before, now)

@@ -18,6 +18,7 @@ from crystallite.core.suggest import matching
 from crystallite.models.record import LayerChange, OperatorRecord
 from crystallite.operators.attention import ExpandedAttention
 from crystallite.operators.experts import holds_stacks
+from crystallite.operators.low_rank_table import LowRankEmbedding
 
 __all__ = [
     "Unit",
@@ -82,6 +83,8 @@ class Unit:
     @property
     def macs(self) -> int:
         """Multiply-adds of the dense layer: per input vector, output position or time step; a look-up needs none."""
+        if isinstance(self.module, LowRankEmbedding):
+            return self.module.macs
         return 0 if isinstance(self.module, _TABLES) else sum(w.numel() for w in self.weights)
 
     @property

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from torch import nn
+from torch import Tensor, nn
 
 from crystallite.compression.decoders.layer_fit import FittedLayer
 from crystallite.compression.decoders.run import DecoderOptions, OutOfReach, as_tokens, fit_decoder
 from crystallite.compression.decoders.stack import Stack, find_stack
+from crystallite.compression.decoders.token_tables import Tables, put_tables_
 from crystallite.compression.decoders.workspace import Workspace
 from crystallite.data.batch import evaluating
 from crystallite.data.calibration import Calibration
@@ -26,6 +28,7 @@ class _Memory:
     stack: Stack
     results: list[nn.ModuleList]
     done: dict[tuple[int, int], FittedLayer] = field(default_factory=dict)
+    found_tables: list[tuple[Tables, Mapping[str, Tensor]]] = field(default_factory=list)
 
     def read(self, number: int) -> nn.Module:
         return self.stack.layers[number]
@@ -38,6 +41,12 @@ class _Memory:
 
     def written(self, result: int, number: int) -> FittedLayer | None:
         return self.done.get((result, number))
+
+    def write_tables(self, tables: Tables, factors: Mapping[str, Tensor]) -> None:
+        self.found_tables.append((tables, factors))
+
+    def tables(self) -> tuple[Tables, Mapping[str, Tensor]] | None:
+        return self.found_tables[0] if self.found_tables else None
 
 
 def compress_decoder(
@@ -62,6 +71,8 @@ def compress_decoder(
                 return str(error)
             raise
     for result, (record, shared) in zip(results, found, strict=True):
+        for made in layers.found_tables:
+            put_tables_(result, *made)
         set_record_(result, record)
         for before, now in shared:
             say_size_(result, before, now)

@@ -8,21 +8,22 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
-from torch import nn
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 
 from crystallite.compression.decoders.layer_fit import FittedLayer
 from crystallite.compression.decoders.ray_engine import spread_over_ray
 from crystallite.compression.decoders.run import CHUNK, DecoderOptions, OutOfReach, as_tokens, fit_decoder
 from crystallite.compression.decoders.shares import PROBED
 from crystallite.compression.decoders.stack import Stack, why_no_stack
+from crystallite.compression.decoders.token_tables import Tables, put_tables_
 from crystallite.compression.decoders.workspace import Workspace
 from crystallite.compression.whole_cost import budgets_of
 from crystallite.core.errors import InvalidOption
@@ -87,6 +88,21 @@ class _Disk:
         found = self.description(result, number)
         return FittedLayer({name: tuple(size) for name, size in found["sizes"].items()}, found["errors"])
 
+    def write_tables(self, tables: Tables, factors: Mapping[str, Tensor]) -> None:
+        file = self._tables_file
+        with writing(file):
+            save_file(dict(factors), file)
+        write_file(file.with_suffix(".json"), json.dumps(vars(tables)).encode())  # last: from here on they are known
+
+    def tables(self) -> tuple[Tables, Mapping[str, Tensor]] | None:
+        file = self._tables_file
+        said = file.with_suffix(".json")
+        return (Tables(**json.loads(said.read_text())), load_file(file)) if said.is_file() else None
+
+    @property
+    def _tables_file(self) -> Path:
+        return self.results[0].parent / "tables.safetensors"
+
 
 @suggest_keywords
 def compress_folder(
@@ -97,6 +113,7 @@ def compress_folder(
     budget: float | Sequence[float],
     objective: str = "macs",
     form: str = "any",
+    embeddings: float | None = None,
     memory: str | int | None = None,
     ridge: float = 0.01,
     seed: int = 0,
@@ -117,7 +134,7 @@ def compress_folder(
             whose numbers become float32.
         calibration: batches of token ids, as `texts` gives them from plain text; see `compress`.
         out: the new folder; with several budgets, one that holds a folder for each, named as the budget is: "0.8".
-        budget, objective, form, ridge, seed, targets, ignore: as for `compress`.
+        budget, objective, form, embeddings, ridge, seed, targets, ignore: as for `compress`.
         memory: what the run may take, in bytes or as "3GB"; refused before work begins where that is too little.
         engine: "local", or "ray": every node of a Ray cluster keeps a share of the calibration data and runs the layers
             on it; the result is the same to rounding. A share that is lost with its node or process is computed again.
@@ -143,12 +160,12 @@ def compress_folder(
     stack = Stack(source.model, source.name)
     widest = max(p[0].numel() for layer in stack.layers for p in layer.parameters() if p.ndim > 1)
     data = Calibration.read(calibration, widest)
+    chosen, left_out = ((p,) if isinstance(p, str) else tuple(p) for p in (targets, ignore))
+    options = DecoderOptions(budgets, objective, form, ridge, seed, chosen, left_out, embeddings)
     if memory is not None:
-        _check_memory(stack, _bytes(memory))
+        _check_memory(stack, embeddings, _bytes(memory))
     if why := why_no_stack(source.model, as_tokens(data.fitted[0])):
         raise InvalidOption(f"{folder}: {why}; open the model, and use compress")
-    patterns = [(p,) if isinstance(p, str) else tuple(p) for p in (targets, ignore)]
-    options = DecoderOptions(budgets, objective, form, ridge, seed, *patterns)
     work = target.with_name(f"{target.name}.partial")
     records = _run(source, data, target, options, work, isinstance(budget, Sequence), engine, progress)
     summaries = [Summary.of(record) for record in records]
@@ -182,7 +199,11 @@ def _run(
         modules = [layers.description(result, n)["modules"] for n in numbers]
         shards = {n: layers.shard(result, n) for n in numbers}
         said = metadata | {"budget": options.budgets[result]}
-        write_layered(source, folder, shards, modules, record, shared, said)
+        tables = layers.tables()
+        write_layered(
+            source, folder, shards, modules, record, shared, said,
+            None if tables is None else lambda model: put_tables_(model, *tables),
+        )  # fmt: skip
 
     if several:
         with new_folder(out) as folder:
@@ -213,7 +234,7 @@ def _bytes(text: str | int) -> int:
     return int(float(found[1]) * step ** " kmgt".index(found[2].lower() or " "))
 
 
-def memory_needed(stack: Stack) -> dict[str, int]:
+def memory_needed(stack: Stack, embeddings: float | None = None) -> dict[str, int]:
     """Bytes that a run takes at most, by what takes them; measured by `benchmarks/decoder_scale.py`."""
     model: Any = stack.model
     layer, prefix = stack.layers[0], f"{stack.name}."
@@ -229,12 +250,13 @@ def memory_needed(stack: Stack) -> dict[str, int]:
     }  # fmt: skip
     trials = {"a layer, embeddings and head in float32": 4 * (one + rest) // item if item < 4 else 0}
     most = max(fitting, trials, key=lambda parts: sum(parts.values()))
-    return {"the program": _PROGRAM, "embeddings and head": rest, **most}
+    smaller = {} if embeddings is None else {"smaller embeddings and head": int(2 * embeddings * rest)}
+    return {"the program": _PROGRAM, "embeddings and head": rest, **smaller, **most}
 
 
-def _check_memory(stack: Stack, limit: int) -> None:
+def _check_memory(stack: Stack, embeddings: float | None, limit: int) -> None:
     """Refuse what will not fit, before work begins."""
-    parts = memory_needed(stack)
+    parts = memory_needed(stack, embeddings)
     needed = sum(parts.values())
     if needed > limit:
         listed = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in parts.items())

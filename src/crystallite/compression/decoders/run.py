@@ -23,6 +23,7 @@ from crystallite.compression.decoders.sensitivity import (
 from crystallite.compression.decoders.share_out import SizeCurve, share_out
 from crystallite.compression.decoders.shares import Chunks, Layers, OneShare, Share, Shares, positions_of
 from crystallite.compression.decoders.stack import Stack
+from crystallite.compression.decoders.token_tables import HeadSums, Tables, fit_tables
 from crystallite.compression.decoders.workspace import Workspace
 from crystallite.compression.whole_cost import NOT_ASKED
 from crystallite.core.errors import InvalidOption
@@ -54,6 +55,18 @@ class DecoderOptions:
     seed: int
     targets: tuple[str, ...]
     ignore: tuple[str, ...]
+    embeddings: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.embeddings is None:
+            return
+        if isinstance(self.embeddings, bool) or not 0 < self.embeddings < 1:
+            raise InvalidOption(f"embeddings: expected a share between 0 and 1, got {self.embeddings!r:.80}")
+        if self.form != "any":
+            raise InvalidOption(
+                f'embeddings: a table and a head of low rank are no ordinary layers, as form="{self.form}" asks for; '
+                'pass form="any", or leave embeddings out'
+            )
 
 
 Sizes = tuple[Mapping[str, int], ...]  # by layer: part → neurons that are left
@@ -92,9 +105,12 @@ class DecoderFit:
             self._parts[key] = find_parts(self.stack, self.layers.read(number), self.example, self.form, keep)
         return self._parts[key]
 
-    def check(self, total: float, limits: Mapping[float, float]) -> None:
-        """Refuse budgets that cannot be reached, before work begins; limits: what each leaves of the total."""
-        least = total
+    def check(self, total: float, saved: float, limits: Mapping[float, float]) -> None:
+        """Refuse budgets that cannot be reached, before work begins; limits: what each leaves of the total.
+
+        saved: what goes outside the layers.
+        """
+        least = total - saved
         for number, layer in enumerate(self.stack.layers):
             for group in self.parts(number).groups.values():
                 least -= weights_of(layer, group) - least_weights_of(layer, group)
@@ -126,6 +142,17 @@ class DecoderFit:
                 self.shares.each(Share.forget_probe, number)
                 bar.update()
         return [replace(self._probed(n), factors={}) for n in numbers]
+
+    def fit_tables(self, tables: Tables) -> list[LayerProbe]:
+        """`probe`, and the tables of tokens, which are known from then on."""
+        known = self.layers.tables() is not None
+        head = None if known else HeadSums.total(self.shares.each(Share.head_sums))
+        probes = self.probe()
+        if head is not None:
+            found = self.shares.each(Share.first_gradients, [self.parts(n) for n in range(self.count)])
+            positions, squares = (sum(some[1:], some[0]) for some in zip(*found, strict=True))
+            self.layers.write_tables(tables, fit_tables(self.stack.model, tables, head, squares, positions))
+        return probes
 
     def _probed(self, number: int) -> LayerProbe:
         return LayerProbe.from_tensors(self.work.get(f"probe-{number}"))
@@ -237,10 +264,14 @@ def as_tokens(batch: Batch) -> Batch:
 
 
 def changes_of(
-    units: Sequence[Unit], stack: Stack, fitted: Mapping[int, FittedLayer], alone: Callable[[str], str]
-) -> Iterator[LayerChange]:
+    units: Sequence[Unit], stack: Stack, fitted: Mapping[int, FittedLayer], alone: Callable[[str], str],
+    tables: Tables | None = None,
+) -> Iterator[LayerChange]:  # fmt: skip
     """What became of every layer of a model; alone: why one that did not change stayed as it was."""
     for unit in units:
+        if tables is not None and (became_table := tables.change_of(unit)) is not None:
+            yield became_table
+            continue
         number, _, inside = unit.name.removeprefix(f"{stack.name}.").partition(".")
         here = fitted.get(int(number)) if unit.name.startswith(f"{stack.name}.") and number.isdigit() else None
         if here is None or (inside not in here.sizes and inside not in here.errors):
@@ -278,15 +309,16 @@ def fit_decoder(
     quick, chunks = stack.quick(), Chunks.of(fitted, held_out, options.seed)
     shares = OneShare(Share(quick, layers, chunks, work)) if spread is None else spread(quick, chunks)
     fit = DecoderFit(quick, layers, shares, fitted[0], options.form, options.ridge, work, kept, progress)
+    tables = None if options.embeddings is None else Tables.of(stack.model, options.embeddings, asked)
     if options.objective == "parameters":
-        total = sum(p.numel() for p in stack.model.parameters())
+        total, saved = sum(p.numel() for p in stack.model.parameters()), tables.saved if tables else 0
     else:
-        total = sum(unit.macs for unit in units)
-    fit.check(total, {budget: budget * total for budget in options.budgets})
-    probes, plans = fit.probe(), []
+        total, saved = sum(unit.macs for unit in units), tables.saved_macs if tables else 0
+    fit.check(total, saved, {budget: budget * total for budget in options.budgets})
+    probes, plans = fit.fit_tables(tables) if tables else fit.probe(), []
     for budget in options.budgets:
         try:
-            plans.append(fit.plan(probes, total, budget * total))
+            plans.append(fit.plan(probes, total - saved, budget * total))
         except InvalidOption as error:
             raise InvalidOption(f'budget {budget:g} with form="{options.form}": {error}') from None
     done = fit.fit(plans)
@@ -317,5 +349,6 @@ def fit_decoder(
             heads_mixed=tuple(mixed), inputs=fit.inputs(result),
         )  # fmt: skip
         shared = [(before[key], size) for key, size in sizes[0].items()] if options.form == "uniform" else []
-        results.append((Record(made, tuple(changes_of(units, stack, done[result], alone))), shared))
+        changes = changes_of(units, stack, done[result], alone, tables)
+        results.append((Record(made, tuple(changes)), shared))
     return results

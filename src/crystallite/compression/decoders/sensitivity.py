@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from crystallite.compression.decoders.layer_parts import LayerParts, watching
 from crystallite.compression.decoders.stack import Call, Stack
@@ -67,17 +66,24 @@ def gradients_at_end(stack: Stack, hidden: Tensor, seed: int) -> Tensor:
     """The gradients of −log p(y) with respect to what the last layer writes, y drawn from p at every position."""
     found = torch.empty_like(hidden)
     rng = torch.Generator(hidden.device).manual_seed(seed)
+    buffers: list[Tensor] = []  # used again: memory of this size is expensive to get
     for sample in range(len(hidden)):
         for start in range(0, hidden.shape[1], _POSITIONS):
             part = hidden[sample : sample + 1, start : start + _POSITIONS].clone().requires_grad_()
-            with torch.enable_grad():
-                logits = stack.end(part)[0].float()
-                sums = logits.detach().softmax(-1).cumsum(-1)
-                at = torch.rand(len(sums), 1, generator=rng).to(sums) * sums[:, -1:]
-                drawn = torch.searchsorted(sums, at)[:, 0].clamp_max(sums.shape[1] - 1)
-                F.cross_entropy(logits, drawn, reduction="sum").backward()
-            assert part.grad is not None
-            found[sample : sample + 1, start : start + _POSITIONS] = part.grad
+            with torch.enable_grad(), torch.autocast("cpu", torch.bfloat16, enabled=stack.rounded):
+                logits = stack.end(part)
+            rows = logits.detach()[0]
+            if not buffers:
+                buffers = [torch.empty(rows.shape, dtype=torch.float32, device=rows.device) for _ in range(2)]
+            error, sums = (buffer[: len(rows)] for buffer in buffers)
+            torch.sub(rows, rows.amax(-1, keepdim=True), out=error).exp_()
+            error /= error.sum(-1, keepdim=True)
+            torch.cumsum(error, -1, out=sums)
+            at = torch.rand(len(sums), 1, generator=rng).to(sums) * sums[:, -1:]
+            drawn = torch.searchsorted(sums, at).clamp_max(sums.shape[1] - 1)
+            error.scatter_add_(1, drawn, error.new_full(drawn.shape, -1.0))  # p − y: the gradient at the logits
+            (gradient,) = torch.autograd.grad(logits, part, error[None].to(logits.dtype))  # not that of the head
+            found[sample : sample + 1, start : start + _POSITIONS] = gradient
     return found
 
 

@@ -25,6 +25,7 @@ from crystallite.compression.decoders.layer_fit import (
 from crystallite.compression.decoders.layer_parts import LayerParts
 from crystallite.compression.decoders.sensitivity import ProbeSums, back_through, gradients_at_end
 from crystallite.compression.decoders.stack import Call, Calls, Stack
+from crystallite.compression.decoders.token_tables import HeadSums, Tables, head_sums, with_tables
 from crystallite.compression.decoders.workspace import Workspace
 from crystallite.data.batch import Batch
 from crystallite.data.outputs import judged
@@ -63,6 +64,14 @@ class Layers(Protocol):
 
     def written(self, result: int, number: int) -> FittedLayer | None:
         """What was made of a layer before the run was interrupted, if so."""
+        ...
+
+    def write_tables(self, tables: Tables, factors: Mapping[str, Tensor]) -> None:
+        """Take the tables of tokens that all smaller models have."""
+        ...
+
+    def tables(self) -> tuple[Tables, Mapping[str, Tensor]] | None:
+        """The same; None where they stay as they are, or are not known yet."""
         ...
 
 
@@ -108,6 +117,7 @@ class Share:
     chunks: Chunks
     work: Workspace
     _calls: list[Calls] = field(default_factory=list)
+    _smaller: list[Stack] = field(default_factory=list)
 
     @property
     def count(self) -> int:
@@ -119,6 +129,14 @@ class Share:
         if not self._calls:
             self._calls.append(Calls(self.stack, self.chunks.batches))
         return self._calls[0].of(number, layer)
+
+    @property
+    def small(self) -> Stack:
+        """The stack of the smaller models, once it is known; it is the dense one if their tables of tokens are."""
+        if not self._smaller:
+            found = self.layers.tables()
+            self._smaller.append(self.stack if found is None else with_tables(self.stack, *found))
+        return self._smaller[0]
 
     # Probing: states and gradients of some chunks.
 
@@ -170,6 +188,19 @@ class Share:
         found, below = back_through(self.stack, self.layers.read(number), parts[number], given)
         self._keep(f"gradients-{number - 1}", dict(zip(states, below, strict=True)))
         return found
+
+    def head_sums(self) -> HeadSums:
+        """What the head reads and what the softmax makes of it."""
+        ends = [h.flatten(0, 1)[self._real(n)] for n, h in self._states(self.count).items()]
+        self._drop(f"states-{self.count}")
+        return head_sums(self.stack, ends)
+
+    def first_gradients(self, parts: Sequence[LayerParts]) -> tuple[int, Tensor]:
+        """Positions, and Σ ggᵀ of gradients at what the first layer reads."""
+        if not self.work.has("gradients--1"):
+            self.probe(0, parts)
+        found = torch.cat([g.flatten(0, -2).float() for g in self._kept("gradients--1").values()])
+        return len(found), (found.T @ found).double()
 
     def forget_probe(self, number: int) -> None:
         """Drop what is not needed when a layer is probed."""
@@ -227,8 +258,9 @@ class Share:
             names = [f"dense-{self.count}-{number}", *(f"small-{r}-{self.count}-{number}" for r in range(results))]
             real, every = self._real(number), self.chunks.judged_every
             ends = [self.work.get(name)["hidden"].flatten(0, 1)[real][::every] for name in names]
+            stacks = [self.stack, *[self.small] * results]
             for start in range(0, len(ends[0]), _HEAD):
-                logits = (self.stack.end(end[start : start + _HEAD, None])[:, 0] for end in ends)
+                logits = (s.end(end[start : start + _HEAD, None])[:, 0] for s, end in zip(stacks, ends, strict=True))
                 expected, *ours = (next(iter(judged({"logits": rows}).values())) for rows in logits)
                 for some, each in zip(errors, ours, strict=True):
                     some.append(float(relative_error(each, expected, Batch(0, 1))))
@@ -242,7 +274,8 @@ class Share:
         self._ensure_small(result, number)
 
         def load(n: int) -> Chunk:
-            return self._chunk(n, f"small-{result}-{number}-{n}" if number else f"dense-0-{n}", number)
+            own = number or self.small is not self.stack
+            return self._chunk(n, f"small-{result}-{number}-{n}" if own else f"dense-0-{n}", number)
 
         def goal(n: int, name: str) -> Tensor:
             last = parts.adds and name == parts.readers[-1]
@@ -258,12 +291,13 @@ class Share:
         self._run_on("dense", number, self.layers.read)
 
     def _ensure_small(self, result: int, number: int) -> None:
-        """The same of a smaller model; where the first layer begins, it is that of the dense one."""
-        if not number:
+        """The same of a smaller model; where the first layer begins, it is that of the dense one if its tables are."""
+        own = self.small is not self.stack
+        if not number and not own:
             return
-        if not any(self._has_all(f"small-{result}-{n}") for n in range(1, number + 1)):
-            for n in self.chunks.batches:
-                self.work.put(f"small-{result}-0-{n}", {"hidden": self._begin(n)})
+        if not any(self._has_all(f"small-{result}-{n}") for n in range(not own, number + 1)):
+            for n, batch in self.chunks.batches.items():
+                self.work.put(f"small-{result}-0-{n}", {"hidden": self.small.begin(batch)[0]})
         self._run_on(f"small-{result}", number, lambda layer: self.layers.smaller(result, layer))
 
     def _run_on(self, stream: str, number: int, read: Callable[[int], nn.Module]) -> None:

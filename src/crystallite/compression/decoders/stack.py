@@ -89,6 +89,10 @@ class Stack:
         """The model with this layer alone, all its weights shared."""
         return _replaced(self.model, self.name.split("."), nn.ModuleList([layer]))
 
+    def with_module(self, name: str, module: nn.Module) -> Stack:
+        """The same with another module at one place, all else shared."""
+        return replace(self, model=_replaced(self.model, name.split("."), module))
+
     @contextmanager
     def _instead_of_layers(self, function: Callable[..., Tensor], stop_before_head: bool = False) -> Iterator[None]:
         owner, _, last = self.name.rpartition(".")
