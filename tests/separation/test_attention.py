@@ -174,7 +174,8 @@ def test_blocks_of_heads_may_share_the_stream_they_read(tmp_path):
         for name in chain[:3]:  # every head reads features of all blocks; by copies the weight is in exactly four
             wide = cx.decompose(expand_columns(state[f"{name}.weight"] != 0, rows)).blocks
             assert state[f"{name}.weight"][torch.from_numpy(rows[:, None] != labels["in"])].any()
-            assert [set(rows[own]) for own, _ in wide] == [{int(rows[own[0]])} for own, _ in wide] and len(wide) == 4
+            assert [set(rows[own]) for own, _ in wide] == [{int(rows[own[0]])} for own, _ in wide]
+            assert len(wide) == 4
         assert not state[f"{chain[3]}.weight"][torch.from_numpy(labels["out"][:, None] != rows)].any()
     cx.save(small, tmp_path / "small")
     again = cx.load(tmp_path / "small", into=nn.Sequential(Block(4), Block(4)))

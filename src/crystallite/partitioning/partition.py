@@ -207,10 +207,11 @@ def sharing_inputs(partition: Partition, layers: Sequence[str]) -> Partition:
     (128, 32)
     """
     copies = []
-    for chain, labels in zip(partition.chains, partition.labels, strict=True):
+    before = partition.copies or ({},) * len(partition.chains)
+    for chain, labels, own in zip(partition.chains, partition.labels, before, strict=True):
         groups = {chain.reads[name] for name in layers if name in chain.layers} - {*chain.writes.values()}
         every = np.arange(partition.blocks)[:, None]
-        copies.append({group: labels[group] != every for group in sorted(groups)})
+        copies.append({**own, **{group: labels[group] != every for group in sorted(groups)}})
     if missing := [name for name in layers if not any(name in chain.layers for chain in partition.chains)]:
         raise InvalidOption(f"shared_inputs: {missing[0]} is not separated; the chains have {partition.layers}")
     return replace(partition, copies=tuple(copies) if any(copies) else ())

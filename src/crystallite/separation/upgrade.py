@@ -192,8 +192,8 @@ def upgrade(
         else:
             partitions = {"given": partition}
         if asked_to_share := _patterns(shared_inputs):
-            shared = matching(next(iter(partitions.values())).layers, asked_to_share, (), "shared_inputs")
-            partitions = {name: sharing_inputs(one, shared) for name, one in partitions.items()}
+            readers = matching(next(iter(partitions.values())).layers, asked_to_share, (), "shared_inputs")
+            partitions = {name: sharing_inputs(one, readers) for name, one in partitions.items()}
         first = next(iter(partitions.values()))  # they differ in labels alone
         for each in partitions.values():
             _check_copies(dense, each)
