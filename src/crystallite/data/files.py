@@ -53,7 +53,7 @@ def read_data(
         return images(folders[0], model if has_processor(model) else None, batch=batch, least=least)
     arrays = [path for path in files if path.suffix in _ARRAYS or _holds_arrays(path)]
     if not arrays:
-        sources = [*files, *more]
+        sources: list[Path | str] = [*files, *more]
         return texts(sources, Path(model), length=length, tokens=tokens, batch=batch, least=least, halves=halves)
     if more:
         raise InvalidOption(f"--general-text takes turns with text, and {arrays[0]} holds arrays")
