@@ -16,6 +16,8 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from crystallite.data.general_text import general_text
+
 __all__ = ["KINDS", "documents", "olmo_data", "paragraphs"]
 
 
@@ -131,6 +133,7 @@ KINDS: dict[str, tuple[Callable[[], Iterator[list[str]]], str]] = {
     "rules of a distribution": (
         lambda: _pages("usr/share/doc/debian-policy/policy.html", "*.html"), "apt-get install debian-policy",
     ),
+    "general text": (lambda: iter([general_text().split("\n\n")]), "it comes with Python"),  # cx.general_text
 }  # fmt: skip
 
 

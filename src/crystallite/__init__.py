@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     )
     from crystallite.core.maps import Embedding, Permutation, Projection
     from crystallite.core.tables import Table
+    from crystallite.data.general_text import general_text
     from crystallite.data.images import Images, images
     from crystallite.data.own_text import own_text
     from crystallite.data.text import Texts, texts
@@ -122,6 +123,7 @@ __all__ = [
     "decompose",
     "discover",
     "export",
+    "general_text",
     "hubs",
     "images",
     "level_profile",
@@ -169,6 +171,7 @@ _HOME = {
         "WriteError",
         "core.maps": "Embedding Permutation Projection",
         "core.tables": "Table",
+        "data.general_text": "general_text",
         "data.images": "Images images",
         "data.own_text": "own_text",
         "data.text": "Texts texts",

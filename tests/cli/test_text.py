@@ -54,6 +54,18 @@ def test_an_encoder_is_judged_by_what_halves_of_paragraphs_find(folder, capsys):
     assert "a causal language model reads windows" in capsys.readouterr().err
 
 
+def test_an_encoder_is_fitted_to_general_text_as_well(folder, capsys, monkeypatch):
+    monkeypatch.setattr("crystallite.data.files.general_text", lambda: prose(800, seed=2))
+    language_model(folder / "encoder", "BertModel")
+    words = "compress encoder --out small --budget 0.9 --calibration a.txt --length 16 --general-text"
+    assert main(words.split()) == 0
+    assert "a.txt, 1 text: " in capsys.readouterr().err
+    assert read_manifest(folder / "small")["metadata"]["calibration"] == "a.txt, general text"
+    np.savez(folder / "a.npz", input_ids=np.ones((4, 8), np.int64))
+    assert main([*words.replace("a.txt", "a.npz").replace("small", "none").replace("--length 16", "").split()]) == 2
+    assert "--general-text takes turns with text, and a.npz holds arrays" in capsys.readouterr().err
+
+
 def test_an_encoder_is_upgraded_with_paragraphs(folder, capsys):
     language_model(folder / "encoder", "BertModel")
     words = "upgrade encoder --out small --data b.txt --blocks 2 --loss match --epochs 1 --learning-rate 1e-3"

@@ -60,6 +60,15 @@ def test_several_texts_take_turns():
     assert sorted(mixed[:, 0].tolist()) == [3] * 4 + [4] * 4
 
 
+def test_short_and_long_paragraphs_take_turns_by_their_tokens():
+    short, long = f"{WORDS[0]} {WORDS[0]}\n\n" * 40, f"{' '.join([WORDS[1]] * 10)}\n\n" * 20
+    data = cx.texts([short, long], word_tokenizer(), padded=True, batch=6)
+    rows = [row[mask.bool()] for batch in data for row, mask in zip(*batch.values(), strict=True)]
+    tokens = torch.cat(rows)[:160]  # as long as there are some of both
+    assert abs(int((tokens == tokens[0]).sum()) - 80) <= 10
+    assert data.tokens == 280
+
+
 def test_the_folder_says_what_its_model_takes(tmp_path):
     (tmp_path / "a.txt").write_text(prose(100) + "\n" + prose(5, seed=1))
     language_model(tmp_path / "decoder")

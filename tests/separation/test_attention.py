@@ -10,6 +10,7 @@ import crystallite as cx
 from crystallite.graph.chains import find_chains
 from crystallite.partitioning.partition import joint_components, random_partition
 from crystallite.separation import upgrade
+from crystallite.structure.decompose import expand_columns
 from tests.helpers.tolerance import assert_close
 
 STREAM, HEADS, WIDTH = 16, 4, 4
@@ -156,6 +157,33 @@ def test_a_block_of_heads_reads_and_writes_features_of_its_own():
     for name in ("ask", "key", "say"):
         assert not state[f"0.{name}.weight"][torch.from_numpy(rows[:, None] != read)].any()
     assert not state["0.out.weight"][torch.from_numpy(written[:, None] != rows)].any()
+
+
+def test_blocks_of_heads_may_share_the_stream_they_read(tmp_path):
+    net, _ = planted(4, 4)
+    data = [torch.randn(8, 10, STREAM) for _ in range(12)]
+    asked = {"blocks": 4, "data": data, "epochs": 4, "learning_rate": 5e-3, "targets": LAYERS, "level": 0.5}
+    small = upgrade(net, **asked, shared_inputs=["*.ask", "*.key", "*.say"])
+    options, state = cx.record(small).options, cx.restore(small).state_dict()
+    for number, chain in enumerate(options.chains):
+        if "0.up" in chain or "1.up" in chain:
+            assert not options.copies[number]
+            continue
+        labels = {group: np.array(own) for group, own in options.labels[number].items()}
+        rows = np.repeat(labels["heads"], WIDTH)
+        for name in chain[:3]:  # every head reads features of all blocks; by copies the weight is in exactly four
+            wide = cx.decompose(expand_columns(state[f"{name}.weight"] != 0, rows)).blocks
+            assert state[f"{name}.weight"][torch.from_numpy(rows[:, None] != labels["in"])].any()
+            assert [set(rows[own]) for own, _ in wide] == [{int(rows[own[0]])} for own, _ in wide]
+            assert len(wide) == 4
+        assert not state[f"{chain[3]}.weight"][torch.from_numpy(labels["out"][:, None] != rows)].any()
+    cx.save(small, tmp_path / "small")
+    again = cx.load(tmp_path / "small", into=nn.Sequential(Block(4), Block(4)))
+    with torch.no_grad():
+        assert_close(small(data[0]), cx.restore(small)(data[0]))
+        assert torch.equal(again(data[0]), small(data[0]))
+    with pytest.raises(cx.InvalidOption, match=r"shared_inputs: no layer .* matches '\*aks'; the nearest is"):
+        upgrade(net, **asked, shared_inputs="*aks")
 
 
 def test_more_blocks_than_heads_are_refused():

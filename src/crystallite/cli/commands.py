@@ -147,6 +147,8 @@ _UPGRADE = Command(
                 help="data that MODEL was not trained on, by which trials of all of these are judged"),
         replace(BATCH, default=128),
         replace(LEVEL, type=float, default=0.001, help="level of the Neyman test that all weights must pass"),
+        Option("shared_inputs", "pattern of layers whose inputs every block reads, as copies; may be repeated",
+               default=(), metavar="PATTERN", takes="repeated"),
         Option("partition", "how neurons are shared out to blocks", default="auto",
                choices=("auto", "regions", "spread", "random"), excludes=("--modules",)),
         SEED,

@@ -58,6 +58,8 @@ COMPRESS = Command(
                excludes=("--blocks", "--tolerance", "--polish-steps", "--weights", "--original")),
         Option("own_text", "tokens that a decoder writes itself and is fitted to as well, to hold on other text",
                int, 0, metavar="TOKENS", excludes=("--memory", "--engine")),
+        Option("general_text", "fit to English prose that comes with Python as well, as many tokens as of each text "
+               "given, so that an encoder holds on other text", takes="nothing", own=True, default=False),
         Option("joint", "use one partition through consecutive layers", takes="nothing", default=False,
                needs="--blocks"),
         Option("confidence", "confidence with which the tolerance must be shown", float, 0.95, needs="--tolerance"),

@@ -45,7 +45,8 @@ def run_compress(options: argparse.Namespace, given: dict[str, Any]) -> int:
     model = open_dense(options.model, options.weights, options.original)
     found = compress(model, calibration, progress=sys.stderr.isatty(), **given)
     results = dict(zip(places, found if len(places) > 1 else [found], strict=True))
-    return _saved(options, model, results, {**given, "calibration": ", ".join(map(str, options.calibration))})
+    sources = [*map(str, options.calibration), *["general text"] * options.general_text]
+    return _saved(options, model, results, {**given, "calibration": ", ".join(sources)})
 
 
 def _layer_by_layer(options: argparse.Namespace, given: dict[str, Any], calibration: Any, places: list[Path]) -> int:

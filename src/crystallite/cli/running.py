@@ -36,7 +36,8 @@ def open_data(
 def open_calibration(options: argparse.Namespace, model: str, batch: int) -> Iterable[Any]:
     """The same for what is fitted to, of which a part is needed to judge by."""
     limits = {"length": options.length, "tokens": options.tokens, "least": 2}
-    return _said(read_data(options.calibration, batch, model, **limits))
+    general = getattr(options, "general_text", False)
+    return _said(read_data(options.calibration, batch, model, general=general, **limits))
 
 
 def _said(data: Iterable[Any]) -> Iterable[Any]:

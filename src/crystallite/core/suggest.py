@@ -40,10 +40,12 @@ def check_choice(option: str, value: object, accepted: Sequence[object], or_else
         raise InvalidOption(f"{option} must be one of {names}, got {value!r:.200}{nearest(value, accepted)}")
 
 
-def matching(names: Iterable[str], targets: str | Sequence[str], ignore: str | Sequence[str]) -> list[str]:
+def matching(
+    names: Iterable[str], targets: str | Sequence[str], ignore: str | Sequence[str], called: str = "targets"
+) -> list[str]:
     """The names of layers that some pattern of `targets` and none of `ignore` matches.
 
-    A pattern that matches no layer is refused: it would do nothing, silently.
+    A pattern that matches no layer is refused: it would do nothing, silently. called: the option of the first patterns.
 
     >>> matching(["encoder.0", "encoder.1", "head"], "encoder.*", ["*.1"])
     ['encoder.0']
@@ -53,7 +55,7 @@ def matching(names: Iterable[str], targets: str | Sequence[str], ignore: str | S
     """
     known = list(names)
     taken, left = ([p] if isinstance(p, str) else list(p) for p in (targets, ignore))
-    for option, patterns in (("targets", taken), ("ignore", left)):
+    for option, patterns in ((called, taken), ("ignore", left)):
         for pattern in patterns:
             if known and not any(fnmatchcase(name, pattern) for name in known):
                 near = max(known, key=lambda name: SequenceMatcher(None, pattern, name).ratio())

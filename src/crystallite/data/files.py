@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from crystallite.core.errors import CheckpointError, InvalidOption
+from crystallite.data.general_text import general_text
 from crystallite.data.images import has_processor, images
 from crystallite.data.text import texts
 
@@ -31,24 +32,31 @@ def read_data(
     tokens: int | None = None,
     least: int = 1,
     halves: bool = False,
+    general: bool = False,
 ) -> Iterable[Any]:
     """The batches of a file of arrays (`inputs`, or keyword arguments by name, and `labels` if any), of text files, or
     of a folder of images.
 
     model: the folder with the tokenizer that text is read with, or the processor that prepares images. length, tokens,
-    least, halves: of text, as for `texts`.
+    least, halves: of text, as for `texts`. general: take turns with `general_text`.
     """
     if batch < 1:
         raise InvalidOption(f"--batch must be at least 1, got {batch}")
     files = [paths] if isinstance(paths, Path) else list(paths)
+    more = [general_text()] if general else []
     if folders := [path for path in files if path.is_dir()]:
+        if more:
+            raise InvalidOption(f"--general-text takes turns with text, and {folders[0]} holds images")
         if len(files) > 1 or length is not None:
             given = "--length" if length is not None else f"{len(files)} paths"
             raise InvalidOption(f"{folders[0]}: expected one folder of images and nothing beside it, got {given}")
         return images(folders[0], model if has_processor(model) else None, batch=batch, least=least)
     arrays = [path for path in files if path.suffix in _ARRAYS or _holds_arrays(path)]
     if not arrays:
-        return texts(files, Path(model), length=length, tokens=tokens, batch=batch, least=least, halves=halves)
+        sources: list[Path | str] = [*files, *more]
+        return texts(sources, Path(model), length=length, tokens=tokens, batch=batch, least=least, halves=halves)
+    if more:
+        raise InvalidOption(f"--general-text takes turns with text, and {arrays[0]} holds arrays")
     if len(files) > 1:
         raise InvalidOption(f"{arrays[0]}: expected one file of arrays, or several of text, got {len(files)} files")
     if length is not None:

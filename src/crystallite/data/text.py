@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain, zip_longest
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +71,7 @@ def texts(
     A causal language model gets windows of a fixed length, cut from the text as it goes on; an incomplete last one is
     left out, and where the tokenizer begins a text with a token of its own, every window does. Other models get a
     sample for every paragraph (or line, where no line is empty), cut at the length, padded, with an `attention_mask`.
-    Several sources take turns, so that the first batches are a mixture of all.
+    Several sources take turns, so that the first batches are a mixture with as many tokens of each.
 
     Args:
         source: a text file in UTF-8, or several. Strings that are not meant as paths go into a list as well: whatever
@@ -120,10 +120,12 @@ def texts(
         )
     cut = partial(_padded_rows, halves=halves) if paragraphs else _windows
     parts = [cut(_pieces(one, asked), coder, size, asked) for one in sources]
-    groups = [group for turn in zip_longest(*(part[0] for part in parts)) for group in turn if group is not None]
+    groups = _in_turn([part[0] for part in parts])
     rows = [row for group in groups for row in group]
     total = sum(part[1] for part in parts)
-    name = ", ".join(str(one) for one in sources if _is_path(one)) or f"{len(sources)} text{'s' * (len(sources) > 1)}"
+    named = [str(one) for one in sources if _is_path(one)]
+    given = len(sources) - len(named)
+    name = ", ".join([*named, *([f"{given} text{'s' * (given > 1)}"] if given else [])])
     if not total:
         raise InvalidOption(f"{name}: expected text, but there is none in it")
     if len(rows) < least:
@@ -140,6 +142,16 @@ def texts(
         made = [{**one, "labels": some} for one, some in zip(made, labels.split(count), strict=True)]
     longest = max(map(len, rows), default=size)
     return Texts(len(rows), longest, kept, max(total - kept, 0), name, paragraphs, tuple(made))
+
+
+def _in_turn(sources: Sequence[Sequence[_Group]]) -> list[_Group]:
+    """Samples of several sources: always one of that of which fewest tokens have come, while it has any."""
+    found, left, tokens = [], [list(reversed(groups)) for groups in sources], [0] * len(sources)
+    while any(left):
+        place = min((i for i, rest in enumerate(left) if rest), key=lambda i: tokens[i])
+        found.append(left[place].pop())
+        tokens[place] += sum(map(len, found[-1]))
+    return found
 
 
 def _is_path(source: str | os.PathLike[str]) -> bool:

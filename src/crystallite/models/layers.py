@@ -116,7 +116,8 @@ def find_units(model: nn.Module, targets: Sequence[str], ignore: Sequence[str]) 
         earlier = sum(p.numel() for p in module.parameters() if id(p) in seen)
         seen |= {id(p) for p in module.parameters()}
         units[name] = replace(unit, reason=_why_left_alone(unit, tied), tied=earlier)
-    return [units[name] for name in matching(units, *(_with_inner(model, units, p) for p in (targets, ignore)))]
+    taken, left = (_with_inner(model, units, patterns) for patterns in (targets, ignore))
+    return [units[name] for name in matching(units, taken, left)]
 
 
 def in_several_places(model: nn.Module) -> set[nn.Module]:

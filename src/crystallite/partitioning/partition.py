@@ -17,7 +17,7 @@ from crystallite.graph.chains import Chain
 from crystallite.partitioning.weights import edges, owner
 from crystallite.structure.decompose import decompose, expand_columns
 
-__all__ = ["Partition", "decorrelated_partition", "joint_components", "random_partition"]
+__all__ = ["Partition", "decorrelated_partition", "joint_components", "random_partition", "sharing_inputs"]
 
 _SWEEPS = 20  # over all inputs, of which few are needed
 _LEAST = 1e-9  # of all that is shared, which an exchange must gain: rounding could go round in circles
@@ -191,6 +191,30 @@ def _spread(alike: np.ndarray, labels: np.ndarray) -> np.ndarray:
         if np.array_equal(labels, before):
             break
     return labels
+
+
+def sharing_inputs(partition: Partition, layers: Sequence[str]) -> Partition:
+    """The same, but every block reads all inputs of the chains in which one of these layers reads inputs.
+
+    The blocks are then independent given the inputs: weights that read them are all kept, and a block has its own
+    neurons and outputs still.
+
+    >>> from torch import nn
+    >>> from crystallite.graph.chains import find_chains
+    >>> chains = find_chains(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)))
+    >>> shared = sharing_inputs(random_partition(chains, 2), ["0"])
+    >>> int(shared.mask("0").sum()), int(shared.mask("2").sum())
+    (128, 32)
+    """
+    copies = []
+    before = partition.copies or ({},) * len(partition.chains)
+    for chain, labels, own in zip(partition.chains, partition.labels, before, strict=True):
+        groups = {chain.reads[name] for name in layers if name in chain.layers} - {*chain.writes.values()}
+        every = np.arange(partition.blocks)[:, None]
+        copies.append({**own, **{group: labels[group] != every for group in sorted(groups)}})
+    if missing := [name for name in layers if not any(name in chain.layers for chain in partition.chains)]:
+        raise InvalidOption(f"shared_inputs: {missing[0]} is not separated; the chains have {partition.layers}")
+    return replace(partition, copies=tuple(copies) if any(copies) else ())
 
 
 def joint_components(chain: Chain, weights: Mapping[str, Any]) -> dict[str, np.ndarray]:

@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import PackedSequence
 from crystallite.annealing import nulls
 from crystallite.core.errors import CheckpointError, CrystalliteError, InvalidOption
 from crystallite.core.progress import phase
-from crystallite.core.suggest import check_choice, suggest_keywords
+from crystallite.core.suggest import check_choice, matching, suggest_keywords
 from crystallite.data.batch import Batch, batches, repeatable
 from crystallite.data.positions import count_positions
 from crystallite.discovery.modules import Modules
@@ -32,7 +32,7 @@ from crystallite.models.transformers_folder import write_config
 from crystallite.models.typed_json import from_plain, to_plain
 from crystallite.partitioning.assignment import assign_by_explained_variance
 from crystallite.partitioning.input_clusters import cluster_partition
-from crystallite.partitioning.partition import Partition, decorrelated_partition, random_partition
+from crystallite.partitioning.partition import Partition, decorrelated_partition, random_partition, sharing_inputs
 from crystallite.partitioning.weights import owner, parameter
 from crystallite.reorganization.blocks import clear_idle_, in_blocks
 from crystallite.separation.modules import module_partition
@@ -74,6 +74,7 @@ def upgrade(
     level: float = 0.001,
     targets: str | Sequence[str] | None = None,
     ignore: str | Sequence[str] = (),
+    shared_inputs: str | Sequence[str] = (),
     partition: Partition | str = "auto",
     seed: int = 0,
     checkpoint: str | os.PathLike[str] | None = None,
@@ -128,6 +129,9 @@ def upgrade(
             those of a block are compared, read and written by that block alone. The last layer of a classifier is
             among them; ignore it if every output may read every block, and the first convolution if images have fewer
             channels than there are blocks.
+        shared_inputs: patterns of layers that are separated; every block reads all that these read from outside of
+            their chain. Blocks are then independent given the inputs: no weight that reads them is cut, and copies of
+            inputs count as in "Along modules that exist" (docs/upgrading.md).
         partition: which neuron goes to which block. "regions" keeps inputs together that vary together, "spread" gives
             every block inputs of all kinds; "auto" takes regions where a layer that is not separated reads all blocks,
             or with `held_out` tries both there, and spreads inputs where an output can read one block only. Hidden
@@ -187,6 +191,9 @@ def upgrade(
             raise InvalidOption(f"blocks: expected {partition.blocks}, as the partition has, got {blocks}")
         else:
             partitions = {"given": partition}
+        if asked_to_share := _patterns(shared_inputs):
+            readers = matching(next(iter(partitions.values())).layers, asked_to_share, (), "shared_inputs")
+            partitions = {name: sharing_inputs(one, readers) for name, one in partitions.items()}
         first = next(iter(partitions.values()))  # they differ in labels alone
         for each in partitions.values():
             _check_copies(dense, each)
