@@ -46,7 +46,7 @@ _COUNTERS = 17  # zeros; they follow the arguments
 
 _lines6, _lines4, _lines2, _lines1 = (line_product(rows) for rows in (6, 4, 2, 1))
 _dots4, _dots1, _long_dot = dot_rows(4, 2), dot_rows(1, 2), dot_rows(1, 8)  # the first two sum in the same order
-_LONG = 128  # numbers of a row from which on rows are read one by one, in the order they lie: what prefetchers like
+_LONG = 256  # numbers of a row from which on rows are read one by one, in the order they lie: what prefetchers like
 _CACHE = 1 << 17  # bytes of lines gathered at a time; they stay in the second-level cache while the weights pass
 _LINE = 64  # bytes
 _inlined = njit(nogil=True, inline="always")  # only called once: numba would compile it alone and again in its caller
@@ -106,11 +106,18 @@ def _from_panels(panels, places, bias, y, low, high):
 @_part
 def _take_rows(state, places, bias, y, low, high):
     """y[i, j] = state[i, places[j]] + bias[j] for outputs [low, high); a place past the last column is 0."""
+    width, zero = state.shape[1], state.dtype.type(0)
     for i in range(len(y)):
-        for j in range(low, high):
-            place = places[j] if len(places) else j
-            add = bias[j] if len(bias) else state.dtype.type(0)
-            y[i, j] = state[i, place] + add if place < state.shape[1] else add
+        row, out = state[i], y[i]
+        if len(places) and len(bias):
+            for j in range(low, high):  # without branches
+                value = row[min(places[j], width - 1)]
+                out[j] = (value if places[j] < width else zero) + bias[j]
+        else:
+            for j in range(low, high):
+                place = places[j] if len(places) else j
+                add = bias[j] if len(bias) else zero
+                out[j] = row[place] + add if place < width else add
 
 
 @_part
@@ -348,7 +355,7 @@ def entry(number: Any, stored: Any) -> Any:
     (address of its arguments) → nothing.
 
     parts: into how many a layer is cut for the team; 0: members take panels through all layers. group: how many at a
-    time; 0: few samples, row by row.
+    time; 0: few samples, row by row, where one member alone needs no memory to share (address 0).
     """
 
     def run(arguments):
@@ -368,6 +375,8 @@ def entry(number: Any, stored: Any) -> Any:
             _by_panels(stages, stacks, kind, places, bias, x, y, most, counters, group)
         elif group == 0:
             scratch = array_at(given[_SCRATCH], 2 * samples * most, like)
+            if given[_SCRATCH] == 0:
+                scratch = np.empty(2 * samples * most, number)
             _by_rows(stages, stacks, kind, places, bias, x, y, scratch, counters, parts)
         else:
             scratch = array_at(given[_SCRATCH], 2 * ((samples + width - 1) // width) * most * width, like)
