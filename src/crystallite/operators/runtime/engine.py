@@ -29,6 +29,7 @@ __all__ = [
     "Block",
     "Plan",
     "Stage",
+    "Unchanged",
     "array",
     "as_rows",
     "can_plan",
@@ -159,11 +160,37 @@ class Stage:
         return sum(w.size for w in self.weights)
 
 
-class Plan:
+class Unchanged:
+    """Whether a module's parts stay what and where they are, so that what was made of their addresses holds.
+
+    Copies of a module start without it.
+    """
+
+    def __init__(self, module: nn.Module | None = None) -> None:
+        parts = [] if module is None else list(module.modules())
+        homes = ((part._parameters, part._buffers, part._modules) for part in parts)
+        self._homes: list[dict[str, Any]] = [home for some in homes for home in some if home]
+        self._held = [thing for home in self._homes for thing in home.values()]
+        self._tensors = [t for t in self._held if isinstance(t, Tensor)]
+        self._places = [t.data_ptr() for t in self._tensors]
+
+    def unchanged(self) -> bool:
+        now = chain.from_iterable(map(dict.values, self._homes))  # all in C: chains hold hundreds of tensors
+        if sum(map(len, self._homes)) != len(self._held) or not all(map(is_, now, self._held)):
+            return False
+        return list(map(Tensor.data_ptr, self._tensors)) == self._places
+
+    def __deepcopy__(self, _memo: Any) -> Unchanged:
+        return type(self)()
+
+    def __reduce__(self) -> tuple[type[Unchanged], tuple[()]]:
+        return type(self), ()
+
+
+class Plan(Unchanged):
     """The arrays of a module's layers, valid as long as its parts stay what and where they are.
 
-    Making arrays of tensors takes longer than a product of small blocks, so it is done once. Copies of a module start
-    without a plan.
+    Making arrays of tensors takes longer than a product of small blocks, so it is done once.
 
     Output j is row places[j] of the last stage, or zero where there is no such row, plus bias[j].
     """
@@ -172,13 +199,9 @@ class Plan:
         self, module: nn.Module | None = None, stages: Sequence[Stage] = (), places: np.ndarray = _NOWHERE,
         bias: np.ndarray = _NOWHERE, inputs: int = 0, outputs: int = 0,
     ) -> None:  # fmt: skip
+        super().__init__(module)
         self.outputs = outputs
         parts = [] if module is None else list(module.modules())
-        homes = ((part._parameters, part._buffers, part._modules) for part in parts)
-        self._homes: list[dict[str, Any]] = [home for some in homes for home in some if home]
-        self._held = [thing for home in self._homes for thing in home.values()]
-        self._tensors = [t for t in self._held if isinstance(t, Tensor)]
-        self._places = [t.data_ptr() for t in self._tensors]
         self._hooks = [hooks for part in parts[1:] for hooks in (part._forward_hooks, part._forward_pre_hooks)]
         self._modes = [(part, part.training) for part in parts if isinstance(part, nn.Dropout)]
         self.macs = sum(stage.macs for stage in stages)
@@ -200,20 +223,9 @@ class Plan:
         return made
 
     def valid(self) -> bool:
-        now = chain.from_iterable(map(dict.values, self._homes))  # all in C: chains hold hundreds of tensors
-        if sum(map(len, self._homes)) != len(self._held) or not all(map(is_, now, self._held)):
-            return False
-        if list(map(Tensor.data_ptr, self._tensors)) != self._places:
-            return False
-        if any(self._hooks) or not self.macs:
+        if not self.unchanged() or any(self._hooks) or not self.macs:
             return False
         return not self._modes or all(part.training == mode for part, mode in self._modes)
-
-    def __deepcopy__(self, _memo: Any) -> Plan:
-        return Plan()
-
-    def __reduce__(self) -> tuple[type[Plan], tuple[()]]:
-        return Plan, ()
 
 
 def can_plan(module: nn.Module, x: Tensor) -> bool:
