@@ -113,7 +113,9 @@ class Annealing:
         o = self.options
         if o.random_walk is None:
             return None
-        return walk_of_sums(self.magnitudes, self._sums_and_marks[0], self.null, o.random_walk, o.alpha, o.delta0, o.tau)
+        return walk_of_sums(
+            self.magnitudes, self._sums_and_marks[0], self.null, o.random_walk, o.alpha, o.delta0, o.tau
+        )
 
     @cached_property
     def _sums_and_marks(self) -> tuple[np.ndarray, np.ndarray | None]:
@@ -368,7 +370,7 @@ def anneal(
 def anneal_matrix(
     w: Any, null: Null | Fit | str, options: AnnealingOptions, name: str = "matrix", mark: bool = True
 ) -> Annealing:
-    """`anneal` of one matrix with options that are checked already; marks are one bit per entry, as long as it lives."""
+    """`anneal` of one matrix with options that are checked already; `mark`: hold one bit per entry for `structure`."""
     matrix = magnitudes(w, name)
     if not matrix.format.startswith(("float", "bfloat")):
         raise InvalidMatrix(

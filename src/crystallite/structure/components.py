@@ -9,7 +9,7 @@ from crystallite.core.errors import InvalidMatrix
 from crystallite.core.parallel import over_rows, thread_count
 from crystallite.structure import kernels
 
-__all__ = ["column_components", "marked_components", "kernel_arguments", "kernel_mask", "refuse_non_finite"]
+__all__ = ["column_components", "kernel_arguments", "kernel_mask", "marked_components", "refuse_non_finite"]
 
 
 def kernel_arguments(matrix: Magnitudes, threshold: int | np.ndarray) -> tuple:

@@ -220,8 +220,8 @@ def link_marked(block, first_row, mask, threshold, words, anchor, parent, common
     """`link_columns` for rows of finite entries whose candidates are marked: only these are looked at.
 
     words: bit j % 64 of words[row, j // 64] is set at least where entry (row, j) survives. settled: bits of columns
-    that are in the common set, of which a row needs only one that survives. Candidates lie far apart in memory, so those
-    of some rows are all asked for before the first is needed.
+    that are in the common set, of which a row needs only one that survives. Candidates lie far apart in memory, so
+    those of some rows are all asked for before the first is needed.
     """
     rows, cols = block.shape
     settled_then = settled.copy()

@@ -301,17 +301,17 @@ def copy_numbers(_typing: Any, source: Any, start: Any, count: Any, add: Any, ta
 
         with cgutils.for_range_slice(builder, zero, whole, lanes) as (i, _):
             copy(tile, i)
-        with builder.if_then(builder.icmp_signed(">", count, whole)):
-            with builder.if_else(builder.icmp_signed(">=", count, lanes)) as (long_enough, short):
-                with long_enough:
-                    copy(tile, builder.sub(count, lanes))  # the last ones; some of them are done already
-                with short, builder.if_else(builder.icmp_signed(">=", count, few)) as (some, hardly_any):
-                    with some:
-                        copy(half, zero)
-                        copy(half, builder.sub(count, few))
-                    with hardly_any, cgutils.for_range_slice(builder, zero, count, one) as (i, _):
-                        number = tile.number(stored, source, builder.add(start, i))
-                        builder.store(builder.fadd(number, add), tile.place(target, builder.add(into, i)))
+        left, enough = (builder.icmp_signed(">", count, whole), builder.icmp_signed(">=", count, lanes))
+        with builder.if_then(left), builder.if_else(enough) as (long_enough, short):
+            with long_enough:
+                copy(tile, builder.sub(count, lanes))  # the last ones; some of them are done already
+            with short, builder.if_else(builder.icmp_signed(">=", count, few)) as (some, hardly_any):
+                with some:
+                    copy(half, zero)
+                    copy(half, builder.sub(count, few))
+                with hardly_any, cgutils.for_range_slice(builder, zero, count, one) as (i, _):
+                    number = tile.number(stored, source, builder.add(start, i))
+                    builder.store(builder.fadd(number, add), tile.place(target, builder.add(into, i)))
         return context.get_dummy_value()
 
     return signature, generate
