@@ -229,8 +229,9 @@ class BlockConv(nn.Module):
         if channel and can_run_compiled(x, self) and x.is_contiguous():
             convolving = self._convolving
             if convolving.key != self._key(x) or not convolving.unchanged(self.outputs):
-                convolving = self._convolving = self._planned(x) if self._runs_compiled(x) else Convolving()
-            if convolving.key:
+                kept = Convolving(self, self._key(x), outputs=self.outputs)  # that PyTorch is to do it
+                convolving = self._convolving = self._planned(x) if self._runs_compiled(x) else kept
+            if convolving.ready:
                 y = convolving.run(x)
                 return y.squeeze(2) if spatial == 1 else y
         made, column, row = [], 0, 0

@@ -33,7 +33,7 @@ class Convolving(Unchanged):
         places: Tensor | None = None, outputs: Tensor | None = None, bias: Tensor | None = None, out_channels: int = 0,
         padding: Sequence[int] = (), dilation: Sequence[int] = (),
     ) -> None:  # fmt: skip
-        """What does not depend on the values of the input; without arguments, nothing that could run.
+        """What does not depend on the values of the input; without `x`, nothing that could run.
 
         Args:
             module: whose parts these tensors are.
@@ -51,6 +51,7 @@ class Convolving(Unchanged):
         """
         super().__init__(module)
         self.key, self._outputs = key, None if outputs is None else outputs.clone()
+        self.ready = x is not None and places is not None
         if x is None or places is None:
             return
         samples, channels, height, width = x.shape
