@@ -8,6 +8,7 @@ from crystallite.core.arrays import Magnitudes
 from crystallite.core.errors import InvalidMatrix
 from crystallite.core.parallel import over_rows, thread_count
 from crystallite.structure import kernels
+from crystallite.structure.marked_kernels import link_marked
 
 __all__ = ["column_components", "kernel_arguments", "kernel_mask", "marked_components", "refuse_non_finite"]
 
@@ -80,9 +81,7 @@ def marked_components(
     settled = np.zeros((len(forests), words.shape[1]), np.uint64)
 
     def link(thread: int, first_row: int, block: np.ndarray) -> None:
-        kernels.link_marked(
-            block, first_row, mask, limit, words, anchor, forests[thread], common[thread], settled[thread]
-        )
+        link_marked(block, first_row, mask, limit, words, anchor, forests[thread], common[thread], settled[thread])
 
     over_rows(matrix, link)
     return _labels(anchor, forests)

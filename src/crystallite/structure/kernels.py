@@ -27,8 +27,8 @@ __all__ = [
     "count_survivors",
     "find",
     "flatten_forest",
+    "join_columns",
     "link_columns",
-    "link_marked",
     "merge_forest",
     "pack_survivors",
 ]
@@ -36,9 +36,8 @@ __all__ = [
 inlined = njit(
     nogil=True, inline="always"
 )  # a call would count references to its arrays, which costs more than the work
-_ONE = np.uint64(1)
-_ROWS_ASKED = 8
-_NO_ROOT = np.int32(-2)  # unlike −1, equal to no entry of a forest
+ONE = np.uint64(1)
+NO_ROOT = np.int32(-2)  # unlike −1, equal to no entry of a forest
 
 
 @inlined
@@ -65,7 +64,7 @@ def _last_word(row, start, mask, threshold):
     word = np.uint64(0)
     for column in range(start, row.shape[0]):
         if bits_of(row, column, mask) >= limit_of(threshold, column):
-            word |= _ONE << np.uint64(column - start)
+            word |= ONE << np.uint64(column - start)
     return word
 
 
@@ -88,11 +87,11 @@ def find(parent, node):
 
 
 @inlined
-def _join(word, start, root, parent):
+def join_columns(word, start, root, parent):
     """Put the columns of a word into the set of `root`, or start a set; returns the set's root."""
     while word:
         column = np.int32(start + lowest_bit(word))
-        word &= word - _ONE
+        word &= word - ONE
         if parent[column] < 0:
             parent[column] = column
         other = find(parent, column)
@@ -112,7 +111,7 @@ def _settle(word, start, infinity, limits, floor):
     """Put the columns of a word out of reach, and say what the others of the 64 begin at."""
     while word:
         limits[start + lowest_bit(word)] = infinity
-        word &= word - _ONE
+        word &= word - ONE
     least = infinity
     for column in range(start, start + LANES):
         least = min(least, limits[column])
@@ -137,7 +136,7 @@ def link_columns(block, first_row, mask, threshold, infinity, anchor, parent, co
     ceiling = infinity if infinity else mask
     for r in range(rows):
         row = block[r]
-        root, home = _NO_ROOT, np.int32(-1)
+        root, home = NO_ROOT, np.int32(-1)
         if infinity and common[0] >= 0:
             home = find(parent, common[0])
         for start in range(0, whole, LANES):
@@ -145,17 +144,21 @@ def link_columns(block, first_row, mask, threshold, infinity, anchor, parent, co
                 if not any_lane(row, start, mask, floor[start // LANES]):
                     continue
                 word = surviving_lanes(row, start, mask, limits)
+            elif root == NO_ROOT:
+                if not any_lane(row, start, mask, threshold):
+                    continue
+                word = surviving_lanes(row, start, mask, threshold)
             else:
                 word = unsettled_lanes(row, start, mask, threshold, ceiling, parent, root)
             if word:
                 if infinity and any_lane(row, start, mask, infinity):
                     return first_row + r
-                root = _join(word, start, root, parent)
+                root = join_columns(word, start, root, parent)
                 if home >= 0:
                     home = find(parent, common[0])
                     if root == home:
                         _settle(word, start, infinity, limits, floor)
-        root = _join(_last_word(row, whole, mask, threshold), whole, root, parent)
+        root = join_columns(_last_word(row, whole, mask, threshold), whole, root, parent)
         if _any_non_finite(row, whole, mask, infinity):
             return first_row + r
         if root < 0:
@@ -171,94 +174,6 @@ def link_columns(block, first_row, mask, threshold, infinity, anchor, parent, co
             for start in range(0, whole, LANES):
                 _settle(np.uint64(0), start, infinity, limits, floor)
     return -1
-
-
-@compiled
-def _listed(marks, settled, places, columns, count):
-    """Append the columns that are marked to a list: two of those that are settled, all that are not.
-
-    Without branches where it can be: which words have a bit cannot be predicted. Returns the list's lengths after each.
-    """
-    most, used = count + 2, 0
-    for k in range(marks.shape[0]):
-        word = marks[k] & settled[k]
-        while word and count < most:
-            columns[count] = k * LANES + lowest_bit(word)
-            count += 1
-            word &= word - _ONE
-        if count == most:
-            break
-    few = count
-    for k in range(marks.shape[0]):
-        places[used] = k
-        used += (marks[k] & ~settled[k]) != 0
-    for i in range(used):
-        k = places[i]
-        word = marks[k] & ~settled[k]
-        while word:
-            columns[count] = k * LANES + lowest_bit(word)
-            count += 1
-            word &= word - _ONE
-    return few, count
-
-
-@inlined
-def _settled_survivor(row, marks, settled, mask, threshold):
-    """A column of a word that is settled and survives in a row, or −1."""
-    for k in range(marks.shape[0]):
-        word = marks[k] & settled[k]
-        while word:
-            column = k * LANES + lowest_bit(word)
-            word &= word - _ONE
-            if bits_of(row, column, mask) >= limit_of(threshold, column):
-                return column
-    return -1
-
-
-@compiled
-def link_marked(block, first_row, mask, threshold, words, anchor, parent, common, settled):
-    """`link_columns` for rows of finite entries whose candidates are marked: only these are looked at.
-
-    words: bit j % 64 of words[row, j // 64] is set at least where entry (row, j) survives. settled: bits of columns
-    that are in the common set, of which a row needs only one that survives. Candidates lie far apart in memory, so
-    those of some rows are all asked for before the first is needed.
-    """
-    rows, cols = block.shape
-    settled_then = settled.copy()
-    columns, ends = np.empty((_ROWS_ASKED, cols + 2), np.int32), np.empty((_ROWS_ASKED, 2), np.int64)
-    places, passes = np.empty(words.shape[1], np.int32), np.empty((_ROWS_ASKED, cols + 2), np.bool_)
-    for begin in range(0, rows, _ROWS_ASKED):
-        asked = min(_ROWS_ASKED, rows - begin)
-        settled_then[:] = settled
-        for i in range(asked):
-            ends[i] = _listed(words[first_row + begin + i], settled, places, columns[i], 0)
-        for i in range(asked):
-            row = block[begin + i]
-            for j in range(ends[i, 1]):
-                column = columns[i, j]
-                passes[i, j] = bits_of(row, column, mask) >= limit_of(threshold, column)
-        for i in range(asked):
-            root = _NO_ROOT
-            for j in range(ends[i, 1]):
-                if passes[i, j] and (root < 0 or parent[columns[i, j]] != root):
-                    root = _join(_ONE, columns[i, j], root, parent)
-            if ends[i, 0] == 2 and not (passes[i, 0] or passes[i, 1]):
-                row, marks = block[begin + i], words[first_row + begin + i]
-                column = _settled_survivor(row, marks, settled_then, mask, threshold)
-                root = _join(_ONE, column, root, parent) if column >= 0 else root
-            if root < 0:
-                continue
-            anchor[first_row + begin + i] = root
-            if common[0] >= 0 and find(parent, common[0]) == root:
-                common[1] += 1
-                for j in range(ends[i, 0], ends[i, 1]):
-                    if passes[i, j]:
-                        settled[columns[i, j] // LANES] |= _ONE << np.uint64(columns[i, j] % LANES)
-            elif common[1] > 0:
-                common[1] -= 1
-            else:
-                common[0], common[1] = root, LANES
-                settled[:] = 0
 
 
 @compiled
@@ -329,7 +244,7 @@ def pack_survivors(block, first_row, mask, threshold, infinity, words):
 def _append(word, start, row_index, row, mask, out_rows, out_cols, out_bits, count):
     while word:
         column = start + lowest_bit(word)
-        word &= word - _ONE
+        word &= word - ONE
         if count < out_rows.shape[0]:
             out_rows[count] = row_index
             out_cols[count] = column
@@ -368,7 +283,7 @@ def _offer(word, start, row_index, row, mask, mine, giant, label, needs, best_bi
     """Let the set of the row and the sets of the columns in a word take the edges that beat their best."""
     while word:
         column = start + lowest_bit(word)
-        word &= word - _ONE
+        word &= word - ONE
         other = label[column]
         if other == mine:
             continue
@@ -378,7 +293,7 @@ def _offer(word, start, row_index, row, mask, mine, giant, label, needs, best_bi
                 best_bits[other] = bits
                 best_row[other] = row_index
                 best_col[other] = column
-            needs[column] = best_bits[other] + _ONE
+            needs[column] = best_bits[other] + ONE
         if mine != giant and bits > best_bits[mine]:
             best_bits[mine] = bits
             best_row[mine] = row_index
@@ -403,17 +318,17 @@ def best_links(block, first_row, mask, label, giant, outside_cols, needs, best_b
             for column in outside_cols:
                 if bits_of(row, column, mask) >= needs[column]:
                     _offer(
-                        _ONE, column, first_row + r, row, mask, mine, giant, label, needs, best_bits, best_row, best_col
+                        ONE, column, first_row + r, row, mask, mine, giant, label, needs, best_bits, best_row, best_col
                     )
             continue
         for start in range(0, cols, LANES):
             if start < whole:
                 word = surviving_lanes(row, start, mask, needs)
                 if mine != giant:
-                    word |= surviving_lanes(row, start, mask, best_bits[mine] + _ONE)
+                    word |= surviving_lanes(row, start, mask, best_bits[mine] + ONE)
             else:
                 word = _last_word(row, whole, mask, needs)
                 if mine != giant:
-                    word |= _last_word(row, whole, mask, best_bits[mine] + _ONE)
+                    word |= _last_word(row, whole, mask, best_bits[mine] + ONE)
             if word:
                 _offer(word, start, first_row + r, row, mask, mine, giant, label, needs, best_bits, best_row, best_col)
