@@ -28,6 +28,8 @@ def partly_trained(dtype: torch.dtype) -> tuple[torch.Tensor, cx.nulls.Uniform]:
 def with_blocks(w: torch.Tensor, **options: Any) -> cx.BipartiteStructure:
     """The blocks of what `anneal` keeps."""
     a = cx.anneal(w, **options)
+    if hasattr(a, "structure"):
+        return a.structure()
     return cx.decompose(w, threshold=a.threshold if a.column_thresholds is None else a.column_thresholds)
 
 

@@ -122,7 +122,14 @@ def _cases() -> dict[str, dict[str, tuple[Callable, tuple, dict]]]:
         "both tests and blocks": {f"4096×16384 {d}": (annealed, (d,), {}) for d in ("float32", "bfloat16")},
         "components of 768×3072": {
             f"{share} survive": (components, (c,), {})
-            for share, c in (("0.1 %", 3.2905), ("1 %", 2.5758), ("20 %", 1.2816))
+            for share, c in (
+                ("0.01 %", 3.8906),
+                ("0.1 %", 3.2905),
+                ("1 %", 2.5758),
+                ("5 %", 1.96),
+                ("20 %", 1.2816),
+                ("50 %", 0.6745),
+            )
         },
     }
     return parts

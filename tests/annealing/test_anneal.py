@@ -10,9 +10,14 @@ from torch import nn
 import crystallite as cx
 from crystallite.annealing import nulls
 from crystallite.annealing.anneal import anneal
+from crystallite.annealing.distributions import Normal
 from crystallite.annealing.neyman import percolation_level
 from crystallite.annealing.random_walk import random_walk_test
+from crystallite.core.compiling import COMPILES
 from crystallite.core.errors import InvalidMatrix, InvalidOption
+from crystallite.structure.bipartite import BipartiteStructure
+from crystallite.structure.components import marked_components
+from crystallite.structure.decompose import decompose
 
 NULL = nulls.Uniform(0.1)
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2, torch.float8_e4m3fn]
@@ -237,3 +242,48 @@ def test_suppressed_edges_are_never_kept_by_both_tests():
     assert (a.classes[planted] == -1).mean() > 0.9
     assert not (a.mask & (a.classes == -1)).any()
     assert (first.mask & (a.classes == -1)).any()
+
+
+class TestMarks:
+    """Under both tests the first pass marks what may be kept, and the blocks are found among the marks."""
+
+    @pytest.mark.parametrize("shape", [(64, 100), (37, 64), (300, 515), (9, 1), (16, 640), (1000, 777)])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+    @pytest.mark.parametrize("kind", ["noise", "blocks", "few", "heavy"])
+    def test_same_blocks_as_of_the_whole_matrix(self, shape, dtype, kind):
+        rng = np.random.default_rng(len(kind))
+        w = rng.normal(size=shape)
+        if kind == "blocks":
+            inside = rng.integers(0, 4, (shape[0], 1)) == rng.integers(0, 4, shape[1])
+            w = 0.01 * w + np.where(inside, 3 * rng.normal(size=shape), 0)
+        elif kind == "few":
+            w[shape[0] // 2, shape[1] // 2] = 40
+        elif kind == "heavy":
+            w *= np.exp(rng.normal(size=shape))
+        for matrix in (torch.tensor(w).to(dtype), torch.tensor(w).to(dtype).T.contiguous().T):
+            for level in (0.001, 0.02, 0.1):
+                a = anneal(matrix, Normal(1.0), level=level)
+                marks = a._sums_and_marks[1]
+                assert (marks is not None) == (COMPILES and level < 0.1 and matrix.is_contiguous())
+                expected = decompose(a.mask)
+                assert a.structure() == expected
+                if marks is not None:  # also where reading everything would be faster
+                    found = marked_components(a.magnitudes, a.column_patterns, marks)
+                    assert BipartiteStructure.from_labels(*found) == expected
+
+    def test_several_threads(self):
+        w = torch.randn(2048, 4096, generator=torch.Generator().manual_seed(0))
+        threads = torch.get_num_threads()
+        found = []
+        for number in (1, 2):
+            torch.set_num_threads(number)
+            a = anneal(w, Normal(1.0), level=0.001)
+            found.append((a.structure(), a.random_walk.column_sums))
+        torch.set_num_threads(threads)
+        assert found[0][0] == found[1][0] == decompose(a.mask)
+        assert np.array_equal(found[0][1], found[1][1])
+
+    def test_a_model_keeps_no_marks(self):
+        (a,) = anneal(torch.nn.Linear(64, 64)).values()
+        assert a._sums_and_marks[1] is None
+        assert a.structure() == decompose(a.mask)

@@ -8,9 +8,8 @@ import torch
 from torch import nn
 
 import crystallite as cx
-from crystallite.operators import conv as operators_conv
 from crystallite.operators.conv import BlockConv, channel_structure
-from crystallite.operators.runtime.conv_engine import convolve
+from crystallite.operators.runtime.conv_engine import Convolving
 from tests.helpers.planted.conv import SETTINGS, SIZES, masked, signal
 from tests.helpers.tolerance import assert_close
 
@@ -52,7 +51,8 @@ class TestCompiled:
     @pytest.fixture
     def calls(self, monkeypatch):
         made = []
-        monkeypatch.setattr(operators_conv, "convolve", lambda *given: made.append(1) or convolve(*given))
+        run = Convolving.run
+        monkeypatch.setattr(Convolving, "run", lambda self, x: made.append(1) or run(self, x))
         return made
 
     @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -62,10 +62,33 @@ class TestCompiled:
         conv = masked(kind, conv_type, dtype)
         layer = BlockConv.from_dense(conv)
         with torch.no_grad():
-            for batch in [(3,), (), (0,)]:
+            for batch in [(3,), (1,), (3,), (), (0,)]:
                 x = signal(conv, batch)
                 assert_close(layer(x), conv(x))
-        assert len(calls) == (kind != "empty")
+        one_sample_only = kind == "one block"  # of many channels
+        assert len(calls) == (0 if kind == "empty" else 1 if one_sample_only else 3)
+
+    def test_what_changes_between_calls(self, calls):
+        conv, other = (masked("ragged", nn.Conv2d, torch.float32) for _ in range(2))
+        layer, x = BlockConv.from_dense(conv).eval(), signal(conv, (2,))
+        with torch.no_grad():
+            assert_close(layer(x), conv(x))
+            conv.weight *= 2
+            for part in layer.parts:
+                part.weight.data = part.weight.data * 2  # other memory
+            assert_close(layer(x), conv(x))
+            layer.padding = conv.padding = (2, 2)
+            assert_close(layer(x), conv(x))
+            other.load_state_dict({name: t.flip(0) for name, t in conv.state_dict().items()})
+            other.padding = (2, 2)
+            turned = BlockConv.from_dense(other, layer_structure := channel_structure(other))
+            assert layer_structure.n_blocks == layer.n_blocks
+            order = torch.arange(len(layer.outputs)).flip(0)
+            layer.outputs.copy_(layer.outputs[order])  # other contents in the same memory
+            layer.bias.copy_(layer.bias[order])
+            assert_close(layer(x), turned(x))
+            assert_close(copy.deepcopy(layer)(x), other(x))
+        assert len(calls) == 6
 
     @pytest.mark.parametrize("settings", SETTINGS)
     @pytest.mark.parametrize("conv_type", [nn.Conv1d, nn.Conv2d])

@@ -224,7 +224,7 @@ def _structure(
         return BipartiteStructure.from_labels(label, label), directed, int(np.bitwise_count(words).sum())
     if not layer.kernel:
         (a,) = annealings
-        return decompose(a.matrix, threshold=_limit(a), name=layer.name), None, a.kept
+        return a.structure(), None, a.kept
     mask = channel_mask(np.asarray(annealings[0].mask), int(np.prod(layer.kernel)), layer.groups or 1)
     return decompose(mask, name=layer.name), None, int(mask.sum())
 

@@ -10,23 +10,29 @@ from typing import Any, overload
 import numpy as np
 import torch
 
+from crystallite.annealing.columns import can_mark, column_sums, marked_column_sums
 from crystallite.annealing.distributions import Null
 from crystallite.annealing.fitting import Empirical, Fit, choose, fit
 from crystallite.annealing.histogram import count_at_least
 from crystallite.annealing.initial import candidates, named_weights
 from crystallite.annealing.neyman import neyman_level, resolve_level
-from crystallite.annealing.random_walk import DELTA0, TAU, RandomWalk, check_band, random_walk_test
+from crystallite.annealing.random_walk import DELTA0, TAU, RandomWalk, check_band, walk_of_sums
 from crystallite.core.arrays import Magnitudes, magnitudes
 from crystallite.core.drawing import Drawing
 from crystallite.core.errors import InvalidMatrix, InvalidOption
 from crystallite.core.suggest import check_choice, suggest_keywords
 from crystallite.core.tables import html_text
+from crystallite.structure.bipartite import BipartiteStructure
+from crystallite.structure.components import marked_components
 from crystallite.structure.decompose import decompose
 
 __all__ = ["Annealing", "AnnealingOptions", "anneal", "anneal_matrix"]
 
 Matrix = np.ndarray | torch.Tensor
 NullChoice = Null | Fit | str | Mapping[str, Null] | Callable[[str, torch.Tensor], Null | Fit | str]
+
+_FEW = 0.02  # level of the first test up to which what passes it is marked
+_MANY = 0.05  # share of entries from which on reading all of them is faster than reading those
 
 
 @dataclass(frozen=True)
@@ -69,6 +75,7 @@ class Annealing:
     options: AnnealingOptions
     name: str
     _fit: Fit | None = None
+    _mark: bool = True
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -106,9 +113,16 @@ class Annealing:
         o = self.options
         if o.random_walk is None:
             return None
-        return random_walk_test(
-            self.magnitudes, self.null, o.random_walk, self.name, alpha=o.alpha, delta0=o.delta0, tau=o.tau
+        return walk_of_sums(
+            self.magnitudes, self._sums_and_marks[0], self.null, o.random_walk, o.alpha, o.delta0, o.tau
         )
+
+    @cached_property
+    def _sums_and_marks(self) -> tuple[np.ndarray, np.ndarray | None]:
+        """Column sums, and a bit for each entry that passes the first test, where that saves a pass later."""
+        if self._mark and self.options.rule == "both" and self.entry_level <= _FEW and can_mark(self.magnitudes):
+            return marked_column_sums(self.magnitudes, self.pattern_threshold, self.name)
+        return column_sums(self.magnitudes, self.name), None
 
     @property
     def bandwidth(self) -> float | None:
@@ -148,6 +162,21 @@ class Annealing:
         """`column_thresholds` as bit patterns in the matrix's storage integer."""
         thresholds = self.column_thresholds
         return None if thresholds is None else self.magnitudes.patterns(thresholds)
+
+    def structure(self) -> BipartiteStructure:
+        """The blocks of what is kept: `decompose` at these thresholds.
+
+        Under rule="both" the pass that summed the columns has marked the entries that may be kept, where they are few
+        and the matrix lies in rows of float32, float64 or bfloat16: then only these are read again.
+
+        >>> anneal(np.eye(4) + 0.01, rule="neyman").structure()
+        BipartiteStructure(4×4: 4 blocks, largest 1×1, dormant 0 rows and 0 columns)
+        """
+        patterns, marks = self.column_patterns, None if self.column_patterns is None else self._sums_and_marks[1]
+        if patterns is not None and marks is not None and _share(marks, self.shape[1]) <= _MANY:
+            return BipartiteStructure.from_labels(*marked_components(self.magnitudes, patterns, marks))
+        limits = self.threshold if self.column_thresholds is None else self.column_thresholds
+        return decompose(self.matrix, threshold=limits, name=self.name)
 
     @cached_property
     def kept(self) -> int:
@@ -211,8 +240,7 @@ class Annealing:
 
     def plot(self) -> Drawing:
         """A picture of what is kept, its blocks on the diagonal; one pass for the blocks, and the mask."""
-        limits = self.threshold if self.column_thresholds is None else self.column_thresholds
-        return decompose(self.matrix, threshold=limits, name=self.name).plot(self.mask)
+        return self.structure().plot(self.mask)
 
     def _repr_html_(self) -> str:
         return html_text(repr(self)) + self.plot().svg()
@@ -233,6 +261,12 @@ class Annealing:
         alone = ", by the random-walk band alone" if self.by_band_alone else ""
         lines.append(f'  kept         {self.kept} of {rows * cols} ({self.kept_share:.2%}) by rule "{o.rule}"{alone}')
         return "\n".join(lines)
+
+
+def _share(marks: np.ndarray, columns: int) -> float:
+    """The share of entries that are marked, of up to 64 rows."""
+    some = marks[:: max(1, len(marks) // 64)]
+    return int(np.bitwise_count(some).sum()) / max(1, len(some) * columns)
 
 
 @overload
@@ -325,14 +359,18 @@ def anneal(
     options = AnnealingOptions(level, correction, random_walk, rule, alpha, delta0, tau)
     if isinstance(w, torch.nn.Module):
         return {
-            weight_name: anneal_matrix(matrix, _null_for(weight_name, matrix, null, initial), options, weight_name)
+            weight_name: anneal_matrix(
+                matrix, _null_for(weight_name, matrix, null, initial), options, weight_name, mark=False
+            )
             for weight_name, matrix, initial in named_weights(w)
         }
     return anneal_matrix(w, null, options, name)
 
 
-def anneal_matrix(w: Any, null: Null | Fit | str, options: AnnealingOptions, name: str = "matrix") -> Annealing:
-    """`anneal` of one matrix with options that are checked already."""
+def anneal_matrix(
+    w: Any, null: Null | Fit | str, options: AnnealingOptions, name: str = "matrix", mark: bool = True
+) -> Annealing:
+    """`anneal` of one matrix with options that are checked already; `mark`: hold one bit per entry for `structure`."""
     matrix = magnitudes(w, name)
     if not matrix.format.startswith(("float", "bfloat")):
         raise InvalidMatrix(
@@ -344,7 +382,7 @@ def anneal_matrix(w: Any, null: Null | Fit | str, options: AnnealingOptions, nam
     f0 = chosen.null if isinstance(chosen, Fit) else chosen
     entry_level = neyman_level(f0, number, options.correction, matrix, name)
     known_fit = chosen if isinstance(chosen, Fit) else None
-    result = Annealing(w, matrix, f0, number, entry_level, options, name, known_fit)
+    result = Annealing(w, matrix, f0, number, entry_level, options, name, known_fit, mark)
     _ = result.column_thresholds  # what the rule needs is computed here, so that a bad matrix is refused here
     return result
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -10,10 +11,12 @@ import numpy as np
 from crystallite.annealing import kernels
 from crystallite.annealing.histogram import non_finite
 from crystallite.core.arrays import Magnitudes
+from crystallite.core.compiling import COMPILES
 from crystallite.core.errors import InvalidMatrix
 from crystallite.core.parallel import over_tasks, thread_count
+from crystallite.structure.components import kernel_arguments
 
-__all__ = ["Cells", "column_sums", "relative_histogram"]
+__all__ = ["Cells", "can_mark", "column_sums", "marked_column_sums", "relative_histogram"]
 
 _CHUNKS = 32  # fixed, not one per thread: the order of additions must not depend on the machine
 _ENTRIES_AT_ONCE = 1 << 18  # decoded together where the format has fewer than 32 bits: they stay in the cache
@@ -36,9 +39,7 @@ def column_sums(matrix: Magnitudes, name: str = "matrix") -> np.ndarray:
 
     One pass. Raises `InvalidMatrix` if an entry is not finite, which makes its column's sum not finite.
     """
-    lines, length = matrix.shape  # lines of memory: rows, or columns if the memory is column-major
-    step = -(-lines // _CHUNKS) or 1
-    chunks = [(start, min(start + step, lines)) for start in range(0, lines, step)]
+    length = matrix.shape[1]
 
     def add(rows: Rows) -> np.ndarray:
         sums = np.zeros(rows[1] - rows[0] if matrix.transposed else length)
@@ -52,11 +53,46 @@ def column_sums(matrix: Magnitudes, name: str = "matrix") -> np.ndarray:
                 kernels.add_column_magnitudes(_values(matrix, first, last), sums)
         return sums
 
-    parts = over_tasks(thread_count(matrix), chunks, add)
+    return _summed(matrix, add, name)
+
+
+def can_mark(matrix: Magnitudes) -> bool:
+    """Whether `marked_column_sums` takes a matrix: one of rows that lie as they are read."""
+    in_place = not matrix.transposed and bool(matrix.bits.flags.c_contiguous)
+    return COMPILES and in_place and matrix.format in ("float32", "float64", "bfloat16")
+
+
+def marked_column_sums(matrix: Magnitudes, pattern: int, name: str = "matrix") -> tuple[np.ndarray, np.ndarray]:
+    """`column_sums`, and a bit for each entry whose magnitude has at least this pattern, in the same pass.
+
+    The marks are (rows, ⌈cols / 64⌉) words, as `structure.components.marked_components` takes them: one bit per entry.
+    """
+    lines, length = matrix.shape
+    mask, limit, _ = kernel_arguments(matrix, pattern)
+    words = np.empty((lines, -(-length // 64)), np.uint64)
+
+    def add(rows: Rows) -> np.ndarray:
+        sums, block = np.zeros(length), matrix.block(*rows)
+        values = block if matrix.format == "bfloat16" else block.view(matrix.format)
+        kernels.add_and_mark(values, block, mask, limit, sums, words[slice(*rows)])
+        return sums
+
+    return _summed(matrix, add, name), words
+
+
+def _summed(matrix: Magnitudes, add: Callable[[Rows], np.ndarray], name: str) -> np.ndarray:
+    """What `add` finds in ranges of lines of memory: rows, or columns if the memory is column-major."""
+    lines, length = matrix.shape
+    step = -(-lines // _CHUNKS) or 1
+    parts = over_tasks(
+        thread_count(matrix), [(start, min(start + step, lines)) for start in range(0, lines, step)], add
+    )
     if matrix.transposed:
         total = np.concatenate(parts) if parts else np.zeros(0)
     else:
-        total = np.sum(parts, axis=0) if parts else np.zeros(length)
+        total = np.zeros(length)
+        for part in parts:
+            total += part
     if not np.all(np.isfinite(total)):
         error = non_finite(matrix, name)
         overflow = InvalidMatrix(f"{name}: the sum of a column's magnitudes overflows float64; rescale the matrix")

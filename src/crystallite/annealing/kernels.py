@@ -15,8 +15,10 @@ import numpy as np
 from crystallite.annealing import plain_kernels as plain
 from crystallite.core.compiling import intrinsic, ir, overload, types
 from crystallite.core.parallel import compiled, compiled_or
+from crystallite.structure.lanes import LANES, surviving_lanes
 
 __all__ = [
+    "add_and_mark",
     "add_column_magnitudes",
     "add_row_magnitudes",
     "band_misfit",
@@ -93,6 +95,17 @@ def _magnitude_of(number):
     return lambda number: abs(number)
 
 
+@compiled
+def _mark_last(row, whole, mask, threshold, words):
+    """What `add_and_mark` marks in the last columns, fewer than 64."""
+    word = np.uint64(0)
+    for column in range(whole, row.shape[0]):
+        if np.uint64(row[column]) & np.uint64(mask) >= np.uint64(threshold):
+            word |= np.uint64(1) << np.uint64(column - whole)
+    if whole < row.shape[0]:
+        words[whole // LANES] = word
+
+
 @compiled_or(plain.add_column_magnitudes)
 def add_column_magnitudes(values, sums):
     """sums[j] += Σ_i |values[i, j]|; values of 16 bits are patterns of bfloat16, decoded in registers.
@@ -123,6 +136,37 @@ def add_column_magnitudes(values, sums):
             row = values[i, first : first + width]
             for j in range(width):
                 strip[j] += _magnitude(row[j])
+
+
+@compiled
+def add_and_mark(values, bits, mask, threshold, sums, words):
+    """`add_column_magnitudes`, and bit j % 64 of words[i, j // 64] is set where bits[i, j] & mask ≥ threshold.
+
+    `bits` are the same entries as integers. Entries are read once: the second look at them finds them in the cache.
+    """
+    rows, cols = bits.shape
+    whole, eights = cols - cols % LANES, rows - rows % 8
+    for first in range(0, eights, 8):
+        for start in range(0, whole, LANES):
+            for i in range(first, first + 8):
+                words[i, start // LANES] = surviving_lanes(bits[i], start, mask, threshold)
+            strip = sums[start : start + LANES]
+            a, b = values[first, start : start + LANES], values[first + 1, start : start + LANES]
+            c, d = values[first + 2, start : start + LANES], values[first + 3, start : start + LANES]
+            e, f = values[first + 4, start : start + LANES], values[first + 5, start : start + LANES]
+            g, h = values[first + 6, start : start + LANES], values[first + 7, start : start + LANES]
+            for j in range(LANES):
+                upper = (_magnitude(a[j]) + _magnitude(b[j])) + (_magnitude(c[j]) + _magnitude(d[j]))
+                lower = (_magnitude(e[j]) + _magnitude(f[j])) + (_magnitude(g[j]) + _magnitude(h[j]))
+                strip[j] += upper + lower
+        for i in range(first, first + 8):
+            _mark_last(bits[i], whole, mask, threshold, words[i])
+    for i in range(eights, rows):
+        for start in range(0, whole, LANES):
+            words[i, start // LANES] = surviving_lanes(bits[i], start, mask, threshold)
+        _mark_last(bits[i], whole, mask, threshold, words[i])
+    add_column_magnitudes(values[:eights, whole:], sums[whole:])
+    add_column_magnitudes(values[eights:], sums)
 
 
 @compiled_or(plain.add_row_magnitudes)

@@ -29,6 +29,7 @@ __all__ = [
     "check_band",
     "random_walk_test",
     "relative_magnitude_cdf",
+    "walk_of_sums",
 ]
 
 METHODS = ("calibrated", "literal")
@@ -166,9 +167,15 @@ def random_walk_test(
     if method == "calibrated" and null is None:
         raise InvalidOption('the calibrated random-walk test needs a null; pass one or use method="literal"')
     matrix = w if isinstance(w, Magnitudes) else magnitudes(w, name)
+    return walk_of_sums(matrix, column_sums(matrix, name), null, method, alpha, delta0, tau)
+
+
+def walk_of_sums(
+    matrix: Magnitudes, sums: np.ndarray, null: Null | None, method: str, alpha: float | None, delta0: float, tau: float
+) -> RandomWalk:
+    """`random_walk_test` with checked options, of a matrix whose column sums are known."""
     rows = matrix.shape[1] if matrix.transposed else matrix.shape[0]
     steps = _Steps(delta0, tau)
-    sums = column_sums(matrix, name)
     with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
         scales = rows / (sums * steps.width)
     scales[~np.isfinite(scales)] = 0.0  # zero columns, and those so small that their mean has no reciprocal

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from crystallite.core.errors import InvalidMatrix, InvalidOption
-from crystallite.operators.runtime.conv_engine import convolve
+from crystallite.operators.runtime.conv_engine import Convolving
 from crystallite.operators.runtime.engine import can_run_compiled
 from crystallite.structure.bipartite import BipartiteStructure
 from crystallite.structure.decompose import decompose
@@ -90,6 +91,7 @@ class BlockConv(nn.Module):
         self.register_buffer("empty", conv.weight.detach().new_empty(0), persistent=False)
         self.register_buffer("inputs", inputs)
         self.register_buffer("outputs", outputs)
+        self._convolving = Convolving()
 
     @classmethod
     def from_dense(cls, conv: Convolution, structure: BipartiteStructure | None = None) -> BlockConv:
@@ -224,8 +226,14 @@ class BlockConv(nn.Module):
         channel = x.ndim - spatial - 1  # 0 without a batch
         if channel not in (0, 1) or x.shape[channel] != self.in_channels:
             raise InvalidMatrix(f"expected {self.in_channels} channels and {spatial} axes, got shape {tuple(x.shape)}")
-        if channel and self._runs_compiled(x):
-            return self._compiled(x)
+        if channel and can_run_compiled(x, self) and x.is_contiguous():
+            convolving = self._convolving
+            if convolving.key != self._key(x) or not convolving.unchanged(self.outputs):
+                kept = Convolving(self, self._key(x), outputs=self.outputs)  # that PyTorch is to do it
+                convolving = self._convolving = self._planned(x) if self._runs_compiled(x) else kept
+            if convolving.ready:
+                y = convolving.run(x)
+                return y.squeeze(2) if spatial == 1 else y
         made, column, row = [], 0, 0
         for part in self._convolutions:  # each gathers its own channels: a slice of all would be copied again
             given = self._given(x, channel, column, part.in_channels)
@@ -244,36 +252,42 @@ class BlockConv(nn.Module):
         return y if self.bias is None else y + self.bias.to(y.dtype).view(-1, *[1] * spatial)
 
     def _runs_compiled(self, x: Tensor) -> bool:
-        """Whether the kernel can compute this, and is expected to be faster than PyTorch's grouped convolutions."""
+        """Whether the kernel can compute this, and is expected to be faster than PyTorch's grouped convolutions.
+
+        For several samples at a time those are faster from 16 channels of a block on.
+        """
         tensors = [x, *(part.weight for part in self._convolutions), *([] if self.bias is None else [self.bias])]
         inputs = sum(part.in_channels for part in self._convolutions)
         return (
             self.n_blocks > 0
             and inputs <= (self.in_channels if self.inputs is None else len(self.inputs))  # else PyTorch refuses it
             and self._placed <= self.out_channels
-            and kernel_fits(self, inputs / self.n_blocks)
-            and can_run_compiled(x, self)
+            and kernel_fits(self, inputs / self.n_blocks * (1 if len(x) == 1 else 2))
+            and not any(is_parametrized(part) for part in self._convolutions)  # their weights are made at each call
             and all(t.is_contiguous() and t.dtype == x.dtype and t.device == x.device for t in tensors)
             and min(*x.shape, *self._positions(x.shape[2:])) > 0
         )
 
-    def _compiled(self, x: Tensor) -> Tensor:
-        """`forward` by the kernel."""
+    def _key(self, x: Tensor) -> tuple[Any, ...]:
+        """What a plan to convolve depends on, beside tensors."""
+        return x.shape, x.dtype, self.padding, self.dilation, self.stride, self.padding_mode
+
+    def _planned(self, x: Tensor) -> Convolving:
+        """How the kernel computes `forward` of inputs like this one."""
         same = tuple(d * (k - 1) // 2 for k, d in zip(self.kernel_size, self.dilation, strict=True))
         named = {"same": same, "valid": (0,) * len(same)}
         padding = named[self.padding] if isinstance(self.padding, str) else self.padding
-        weights = [part.weight for part in self._convolutions]
-        dilation = self.dilation
+        weights, key, dilation = [part.weight for part in self._convolutions], self._key(x), self.dilation
         if len(self.kernel_size) == 1:  # an image of one row
             x, weights = x.unsqueeze(2), [weight.unsqueeze(2) for weight in weights]
             padding, dilation = (0, *padding), (1, *dilation)
         order = torch.arange(max(self.in_channels, self.out_channels))
-        y = convolve(
-            x, weights, [part.groups for part in self._convolutions], order if self.inputs is None else self.inputs,
+        return Convolving(
+            self, key, x, weights, [part.groups for part in self._convolutions],
+            order if self.inputs is None else self.inputs,
             order[: self.out_channels] if self.outputs is None else torch.argsort(self.outputs, stable=True),
-            self.bias, self.out_channels, padding, dilation,
+            self.outputs, self.bias, self.out_channels, padding, dilation,
         )  # fmt: skip
-        return y.squeeze(2) if len(self.kernel_size) == 1 else y
 
     def _given(self, x: Tensor, channel: int, first: int, count: int) -> Tensor:
         if self.inputs is None:

@@ -8,8 +8,9 @@ from crystallite.core.arrays import Magnitudes
 from crystallite.core.errors import InvalidMatrix
 from crystallite.core.parallel import over_rows, thread_count
 from crystallite.structure import kernels
+from crystallite.structure.marked_kernels import link_marked
 
-__all__ = ["column_components", "kernel_arguments", "kernel_mask", "refuse_non_finite"]
+__all__ = ["column_components", "kernel_arguments", "kernel_mask", "marked_components", "refuse_non_finite"]
 
 
 def kernel_arguments(matrix: Magnitudes, threshold: int | np.ndarray) -> tuple:
@@ -57,9 +58,40 @@ def column_components(
         refuse_non_finite(matrix, bad, name)
 
     over_rows(matrix, link)
+    return _labels(anchor, forests)
+
+
+def marked_components(
+    matrix: Magnitudes, threshold: int | np.ndarray, words: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """`column_components` of a matrix of finite entries whose candidates are marked, a superset of the survivors.
+
+    Reads the marks, one bit per entry, and the entries that they name.
+
+    Args:
+        matrix: The matrix.
+        threshold: A pattern, or one per column.
+        words: (rows, ⌈cols / 64⌉): bit j % 64 of [i, j // 64] is set at least where entry (i, j) survives.
+    """
+    rows, cols = matrix.shape
+    mask, limit, _ = kernel_arguments(matrix, threshold)
+    anchor = np.full(rows, -1, np.int32)
+    forests = np.full((thread_count(matrix), cols), -1, np.int32)
+    common = np.tile(np.array([-1, 0], np.int32), (len(forests), 1))
+    settled = np.zeros((len(forests), words.shape[1]), np.uint64)
+
+    def link(thread: int, first_row: int, block: np.ndarray) -> None:
+        link_marked(block, first_row, mask, limit, words, anchor, forests[thread], common[thread], settled[thread])
+
+    over_rows(matrix, link)
+    return _labels(anchor, forests)
+
+
+def _labels(anchor: np.ndarray, forests: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The set of each row and column, from a column of each row's set and what each thread has joined."""
     forest = forests[0]
     for other in forests[1:]:
         kernels.merge_forest(forest, other)
     kernels.flatten_forest(forest)
-    row_label = np.where(anchor >= 0, forest[anchor], -1) if cols else np.full(rows, -1, np.int32)
+    row_label = np.where(anchor >= 0, forest[anchor], -1) if len(forest) else np.full(len(anchor), -1, np.int32)
     return row_label, forest

@@ -27,6 +27,7 @@ __all__ = [
     "count_survivors",
     "find",
     "flatten_forest",
+    "join_columns",
     "link_columns",
     "merge_forest",
     "pack_survivors",
@@ -35,8 +36,8 @@ __all__ = [
 inlined = njit(
     nogil=True, inline="always"
 )  # a call would count references to its arrays, which costs more than the work
-_ONE = np.uint64(1)
-_NO_ROOT = np.int32(-2)  # unlike −1, equal to no entry of a forest
+ONE = np.uint64(1)
+NO_ROOT = np.int32(-2)  # unlike −1, equal to no entry of a forest
 
 
 @inlined
@@ -63,7 +64,7 @@ def _last_word(row, start, mask, threshold):
     word = np.uint64(0)
     for column in range(start, row.shape[0]):
         if bits_of(row, column, mask) >= limit_of(threshold, column):
-            word |= _ONE << np.uint64(column - start)
+            word |= ONE << np.uint64(column - start)
     return word
 
 
@@ -86,11 +87,11 @@ def find(parent, node):
 
 
 @inlined
-def _join(word, start, root, parent):
+def join_columns(word, start, root, parent):
     """Put the columns of a word into the set of `root`, or start a set; returns the set's root."""
     while word:
         column = np.int32(start + lowest_bit(word))
-        word &= word - _ONE
+        word &= word - ONE
         if parent[column] < 0:
             parent[column] = column
         other = find(parent, column)
@@ -110,7 +111,7 @@ def _settle(word, start, infinity, limits, floor):
     """Put the columns of a word out of reach, and say what the others of the 64 begin at."""
     while word:
         limits[start + lowest_bit(word)] = infinity
-        word &= word - _ONE
+        word &= word - ONE
     least = infinity
     for column in range(start, start + LANES):
         least = min(least, limits[column])
@@ -135,7 +136,7 @@ def link_columns(block, first_row, mask, threshold, infinity, anchor, parent, co
     ceiling = infinity if infinity else mask
     for r in range(rows):
         row = block[r]
-        root, home = _NO_ROOT, np.int32(-1)
+        root, home = NO_ROOT, np.int32(-1)
         if infinity and common[0] >= 0:
             home = find(parent, common[0])
         for start in range(0, whole, LANES):
@@ -143,17 +144,21 @@ def link_columns(block, first_row, mask, threshold, infinity, anchor, parent, co
                 if not any_lane(row, start, mask, floor[start // LANES]):
                     continue
                 word = surviving_lanes(row, start, mask, limits)
+            elif root == NO_ROOT:
+                if not any_lane(row, start, mask, threshold):
+                    continue
+                word = surviving_lanes(row, start, mask, threshold)
             else:
                 word = unsettled_lanes(row, start, mask, threshold, ceiling, parent, root)
             if word:
                 if infinity and any_lane(row, start, mask, infinity):
                     return first_row + r
-                root = _join(word, start, root, parent)
+                root = join_columns(word, start, root, parent)
                 if home >= 0:
                     home = find(parent, common[0])
                     if root == home:
                         _settle(word, start, infinity, limits, floor)
-        root = _join(_last_word(row, whole, mask, threshold), whole, root, parent)
+        root = join_columns(_last_word(row, whole, mask, threshold), whole, root, parent)
         if _any_non_finite(row, whole, mask, infinity):
             return first_row + r
         if root < 0:
@@ -239,7 +244,7 @@ def pack_survivors(block, first_row, mask, threshold, infinity, words):
 def _append(word, start, row_index, row, mask, out_rows, out_cols, out_bits, count):
     while word:
         column = start + lowest_bit(word)
-        word &= word - _ONE
+        word &= word - ONE
         if count < out_rows.shape[0]:
             out_rows[count] = row_index
             out_cols[count] = column
@@ -278,7 +283,7 @@ def _offer(word, start, row_index, row, mask, mine, giant, label, needs, best_bi
     """Let the set of the row and the sets of the columns in a word take the edges that beat their best."""
     while word:
         column = start + lowest_bit(word)
-        word &= word - _ONE
+        word &= word - ONE
         other = label[column]
         if other == mine:
             continue
@@ -288,7 +293,7 @@ def _offer(word, start, row_index, row, mask, mine, giant, label, needs, best_bi
                 best_bits[other] = bits
                 best_row[other] = row_index
                 best_col[other] = column
-            needs[column] = best_bits[other] + _ONE
+            needs[column] = best_bits[other] + ONE
         if mine != giant and bits > best_bits[mine]:
             best_bits[mine] = bits
             best_row[mine] = row_index
@@ -313,17 +318,17 @@ def best_links(block, first_row, mask, label, giant, outside_cols, needs, best_b
             for column in outside_cols:
                 if bits_of(row, column, mask) >= needs[column]:
                     _offer(
-                        _ONE, column, first_row + r, row, mask, mine, giant, label, needs, best_bits, best_row, best_col
+                        ONE, column, first_row + r, row, mask, mine, giant, label, needs, best_bits, best_row, best_col
                     )
             continue
         for start in range(0, cols, LANES):
             if start < whole:
                 word = surviving_lanes(row, start, mask, needs)
                 if mine != giant:
-                    word |= surviving_lanes(row, start, mask, best_bits[mine] + _ONE)
+                    word |= surviving_lanes(row, start, mask, best_bits[mine] + ONE)
             else:
                 word = _last_word(row, whole, mask, needs)
                 if mine != giant:
-                    word |= _last_word(row, whole, mask, best_bits[mine] + _ONE)
+                    word |= _last_word(row, whole, mask, best_bits[mine] + ONE)
             if word:
                 _offer(word, start, first_row + r, row, mask, mine, giant, label, needs, best_bits, best_row, best_col)

@@ -25,6 +25,7 @@ from crystallite.core.compiling import njit
 from crystallite.operators.runtime.functions import erf, sigmoid, tanh
 from crystallite.operators.runtime.instructions import (
     copy_line,
+    copy_numbers,
     dot_rows,
     line_product,
     transpose_tile,
@@ -46,9 +47,10 @@ _COUNTERS = 17  # zeros; they follow the arguments
 
 _lines6, _lines4, _lines2, _lines1 = (line_product(rows) for rows in (6, 4, 2, 1))
 _dots4, _dots1, _long_dot = dot_rows(4, 2), dot_rows(1, 2), dot_rows(1, 8)  # the first two sum in the same order
-_LONG = 128  # numbers of a row from which on rows are read one by one, in the order they lie: what prefetchers like
+_LONG = 256  # numbers of a row from which on rows are read one by one, in the order they lie: what prefetchers like
 _CACHE = 1 << 17  # bytes of lines gathered at a time; they stay in the second-level cache while the weights pass
 _LINE = 64  # bytes
+_LINES_TURNED = 4  # of a sample's outputs, written in one piece: rows 4096 bytes apart share a few places of the cache
 _inlined = njit(nogil=True, inline="always")  # only called once: numba would compile it alone and again in its caller
 
 
@@ -61,11 +63,12 @@ def _to_panels(x, panels, low, high):
     for p in range(len(panels)):
         samples = min(width, len(x) - p * width)
         tiled = low + (high - low) // lanes * lanes if samples == width else low
-        for j in range(low, tiled, lanes):
-            for i in range(0, width, lanes):
-                transpose_tile(
-                    numbers, (p * width + i) * features + j, features, lines, (p * features + j) * width + i, width
-                )
+        for first in range(low, tiled, width):
+            for i in range(0, width, lanes):  # both halves of a line of x, one after the other
+                for j in range(first, min(first + width, tiled), lanes):
+                    transpose_tile(
+                        numbers, (p * width + i) * features + j, features, lines, (p * features + j) * width + i, width
+                    )
         for j in range(tiled, high):
             line = panels[p, j]
             for i in range(samples):
@@ -78,39 +81,44 @@ def _to_panels(x, panels, low, high):
 def _from_panels(panels, places, bias, y, low, high):
     """y[p·width + i, j] = panels[p, places[j], i] + bias[j] for outputs [low, high); past the last line is 0."""
     lines, width = panels.shape[1:]
-    lanes, outputs = width // 2, y.shape[1]
-    numbers = y.reshape(-1)
-    some = np.empty((lanes, width), panels.dtype)
+    lanes, outputs, wide = width // 2, y.shape[1], _LINES_TURNED * width
+    numbers, zero = y.reshape(-1), panels.dtype.type(0)
+    some, turned = np.empty((wide, width), panels.dtype), np.empty(width * wide, panels.dtype)
     together = some.reshape(-1)
     for p in range(len(panels)):
         samples = min(width, len(y) - p * width)
-        for first in range(low, high, lanes):
-            count = min(lanes, high - first)
+        for first in range(low, high, wide):
+            count = min(wide, high - first)
             for j in range(count):
                 place = places[first + j] if len(places) else first + j
-                add = bias[first + j] if len(bias) else panels.dtype.type(0)
+                add = bias[first + j] if len(bias) else zero
                 if place < lines:
                     copy_line(panels, p * lines + place, add, some, j)
                 else:
                     for i in range(width):
                         some[j, i] = add
-            if count == lanes and samples == width:
-                for i in range(0, width, lanes):
-                    transpose_tile(together, i, width, numbers, (p * width + i) * outputs + first, outputs)
-            else:
-                for i in range(samples):
-                    for j in range(count):
-                        y[p * width + i, first + j] = some[j, i]
+            for i in range(0, width, lanes):
+                for j in range(0, count, lanes):
+                    transpose_tile(together, j * width + i, width, turned, i * wide + j, wide)
+            for i in range(samples):
+                copy_numbers(turned, i * wide, count, zero, numbers, (p * width + i) * outputs + first)
 
 
 @_part
 def _take_rows(state, places, bias, y, low, high):
     """y[i, j] = state[i, places[j]] + bias[j] for outputs [low, high); a place past the last column is 0."""
+    width, zero = state.shape[1], state.dtype.type(0)
     for i in range(len(y)):
-        for j in range(low, high):
-            place = places[j] if len(places) else j
-            add = bias[j] if len(bias) else state.dtype.type(0)
-            y[i, j] = state[i, place] + add if place < state.shape[1] else add
+        row, out = state[i], y[i]
+        if len(places) and len(bias):
+            for j in range(low, high):  # without branches
+                value = row[min(places[j], width - 1)]
+                out[j] = (value if places[j] < width else zero) + bias[j]
+        else:
+            for j in range(low, high):
+                place = places[j] if len(places) else j
+                add = bias[j] if len(bias) else zero
+                out[j] = row[place] + add if place < width else add
 
 
 @_part
@@ -348,7 +356,7 @@ def entry(number: Any, stored: Any) -> Any:
     (address of its arguments) → nothing.
 
     parts: into how many a layer is cut for the team; 0: members take panels through all layers. group: how many at a
-    time; 0: few samples, row by row.
+    time; 0: few samples, row by row, where one member alone needs no memory to share (address 0).
     """
 
     def run(arguments):
@@ -368,6 +376,8 @@ def entry(number: Any, stored: Any) -> Any:
             _by_panels(stages, stacks, kind, places, bias, x, y, most, counters, group)
         elif group == 0:
             scratch = array_at(given[_SCRATCH], 2 * samples * most, like)
+            if given[_SCRATCH] == 0:
+                scratch = np.empty(2 * samples * most, number)
             _by_rows(stages, stacks, kind, places, bias, x, y, scratch, counters, parts)
         else:
             scratch = array_at(given[_SCRATCH], 2 * ((samples + width - 1) // width) * most * width, like)

@@ -29,6 +29,7 @@ __all__ = [
     "Block",
     "Plan",
     "Stage",
+    "Unchanged",
     "array",
     "as_rows",
     "can_plan",
@@ -49,6 +50,7 @@ _CODES = {
 }  # fmt: skip
 _KERNEL_DTYPES = (torch.float32, torch.float64)
 _HALVES = (torch.bfloat16, torch.float16)  # computed in float32
+_ALL_DTYPES = frozenset((*_KERNEL_DTYPES, *_HALVES))
 _FEW = 3  # samples up to which a row at a time is faster than a panel that is mostly empty
 _ROW_RATE, _LINE_RATE = 6e9, 35e9  # multiply-adds per second of one core, one sample at a time and in panels
 _PARTS = 4  # of a layer for each thread: who is late does fewer of them
@@ -125,8 +127,8 @@ def can_run_compiled(x: Tensor, module: nn.Module, halves: bool = False) -> bool
         not COMPILES
         or torch.compiler.is_compiling()
         or type(x) is not Tensor
-        or x.device.type != "cpu"
-        or x.dtype not in (_KERNEL_DTYPES + _HALVES if halves else _KERNEL_DTYPES)
+        or not x.is_cpu
+        or x.dtype not in (_ALL_DTYPES if halves else _KERNEL_DTYPES)
     ):
         return False
     if torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in module.parameters())):
@@ -158,11 +160,37 @@ class Stage:
         return sum(w.size for w in self.weights)
 
 
-class Plan:
+class Unchanged:
+    """Whether a module's parts stay what and where they are, so that what was made of their addresses holds.
+
+    Copies of a module start without it.
+    """
+
+    def __init__(self, module: nn.Module | None = None) -> None:
+        parts = [] if module is None else list(module.modules())
+        homes = ((part._parameters, part._buffers, part._modules) for part in parts)
+        self._homes: list[dict[str, Any]] = [home for some in homes for home in some if home]
+        self._held = [thing for home in self._homes for thing in home.values()]
+        self._tensors = [t for t in self._held if isinstance(t, Tensor)]
+        self._places = [t.data_ptr() for t in self._tensors]
+
+    def unchanged(self) -> bool:
+        now = chain.from_iterable(map(dict.values, self._homes))  # all in C: chains hold hundreds of tensors
+        if sum(map(len, self._homes)) != len(self._held) or not all(map(is_, now, self._held)):
+            return False
+        return list(map(Tensor.data_ptr, self._tensors)) == self._places
+
+    def __deepcopy__(self, _memo: Any) -> Unchanged:
+        return type(self)()
+
+    def __reduce__(self) -> tuple[type[Unchanged], tuple[()]]:
+        return type(self), ()
+
+
+class Plan(Unchanged):
     """The arrays of a module's layers, valid as long as its parts stay what and where they are.
 
-    Making arrays of tensors takes longer than a product of small blocks, so it is done once. Copies of a module start
-    without a plan.
+    Making arrays of tensors takes longer than a product of small blocks, so it is done once.
 
     Output j is row places[j] of the last stage, or zero where there is no such row, plus bias[j].
     """
@@ -171,13 +199,9 @@ class Plan:
         self, module: nn.Module | None = None, stages: Sequence[Stage] = (), places: np.ndarray = _NOWHERE,
         bias: np.ndarray = _NOWHERE, inputs: int = 0, outputs: int = 0,
     ) -> None:  # fmt: skip
+        super().__init__(module)
         self.outputs = outputs
         parts = [] if module is None else list(module.modules())
-        homes = ((part._parameters, part._buffers, part._modules) for part in parts)
-        self._homes: list[dict[str, Any]] = [home for some in homes for home in some if home]
-        self._held = [thing for home in self._homes for thing in home.values()]
-        self._tensors = [t for t in self._held if isinstance(t, Tensor)]
-        self._places = [t.data_ptr() for t in self._tensors]
         self._hooks = [hooks for part in parts[1:] for hooks in (part._forward_hooks, part._forward_pre_hooks)]
         self._modes = [(part, part.training) for part in parts if isinstance(part, nn.Dropout)]
         self.macs = sum(stage.macs for stage in stages)
@@ -188,26 +212,20 @@ class Plan:
         tables = [stage_table, stack_table, places, bias]
         self._arrays = [*stages, *tables]  # stay alive
         ends = [number for table in tables for number in (table.ctypes.data, len(table))]
-        self._head = (*ends, outputs, inputs, self.width)
-        self._call_type = ctypes.c_int64 * (len(self._head) + 6 + 2 * len(stages) + 4)
+        head = (*ends, outputs, inputs, self.width)
+        self._call_type = ctypes.c_int64 * (len(head) + 6 + 2 * len(stages) + 4)
+        self._template = bytes(self._call_type(*head))
 
-    def call(self, *more: int) -> Any:
-        """What `kernels.entry` asks for, and its counters; `more` is what belongs to a call."""
-        return self._call_type(*self._head, *more)
+    def call(self, x: int, samples: int, y: int, scratch: int, parts: int, group: int) -> Any:
+        """What `kernels.entry` asks for, and its counters; the arguments are what belongs to a call."""
+        made = self._call_type.from_buffer_copy(self._template)
+        made[11], made[12], made[13], made[14], made[15], made[16] = x, samples, y, scratch, parts, group
+        return made
 
     def valid(self) -> bool:
-        now = chain.from_iterable(map(dict.values, self._homes))  # all in C: chains hold hundreds of tensors
-        if sum(map(len, self._homes)) != len(self._held) or not all(map(is_, now, self._held)):
+        if not self.unchanged() or any(self._hooks) or not self.macs:
             return False
-        if list(map(Tensor.data_ptr, self._tensors)) != self._places:
-            return False
-        return self.macs > 0 and not any(self._hooks) and all(part.training == mode for part, mode in self._modes)
-
-    def __deepcopy__(self, _memo: Any) -> Plan:
-        return Plan()
-
-    def __reduce__(self) -> tuple[type[Plan], tuple[()]]:
-        return Plan, ()
+        return not self._modes or all(part.training == mode for part, mode in self._modes)
 
 
 def can_plan(module: nn.Module, x: Tensor) -> bool:
@@ -252,26 +270,28 @@ def joined(indices: Sequence[np.ndarray]) -> np.ndarray:
 
 def run(plan: Plan, x: Tensor) -> Tensor:
     """(…, features) → (…, outputs) through all stages."""
-    rows = x if x.dim() == 2 else as_rows(x)
-    rows = rows.float() if x.dtype in _HALVES else rows
+    shape, halves = x.shape, x.dtype in _HALVES
+    rows = x if len(shape) == 2 else as_rows(x)
+    rows = rows.float() if halves else rows
     rows = rows if rows.is_contiguous() else rows.contiguous()
-    samples, line = rows.shape[0], plan.line
-    y = rows.new_empty(samples, plan.outputs)
+    samples, line = shape[0] if rows is x else len(rows), plan.line
+    y = torch.empty(samples, plan.outputs, dtype=rows.dtype)
     few, panels = samples <= _FEW, -(-samples // line)
     seconds = plan.macs * samples / (_ROW_RATE if few else _LINE_RATE)
     threads = torch.get_num_threads() if seconds > _WORTH_A_TEAM else 1
     parts, group = 1 if threads == 1 else _PARTS * threads, 0
     if few:
-        scratch = rows.new_empty(2 * samples * plan.width)
+        scratch = None if threads == 1 else rows.new_empty(2 * samples * plan.width)
     else:
         group = max(_FEWEST_PANELS, min(_STATE_BYTES // (_LINE * plan.width), -(-panels // (2 * threads))))
         if panels >= group * threads:  # enough for all
             parts = 0
         scratch = rows.new_empty(2 * panels * line * plan.width if parts else 0)
-    call = plan.call(rows.data_ptr(), samples, y.data_ptr(), scratch.data_ptr(), parts, group)
+    memory = 0 if scratch is None else scratch.data_ptr()
+    call = plan.call(rows.data_ptr(), samples, y.data_ptr(), memory, parts, group)
     run_on_openmp_threads(threads, _entry(x.dtype), ctypes.addressof(call))
-    y = y.to(x.dtype) if x.dtype in _HALVES else y
-    return y if x.dim() == 2 else y.view(*x.shape[:-1], plan.outputs)
+    y = y.to(x.dtype) if halves else y
+    return y if len(shape) == 2 else y.view(*shape[:-1], plan.outputs)
 
 
 @functools.cache

@@ -289,16 +289,29 @@ def copy_numbers(_typing: Any, source: Any, start: Any, count: Any, add: Any, ta
         _, start, count, add, _, into = args
         source, target = (context.make_array(sig.args[i])(context, builder, args[i]) for i in (0, 4))
         stored = sig.args[0].dtype
-        tile = Tile(context, builder, sig.args[4].dtype, 0, 0)
-        lanes, one, zero = ir.Constant(_I64, tile.lanes), ir.Constant(_I64, 1), ir.Constant(_I64, 0)
+        tile, half = (Tile(context, builder, sig.args[4].dtype, 0, 0) for _ in range(2))
+        half.halve()
+        lanes, few, one, zero = (ir.Constant(_I64, n) for n in (tile.lanes, half.lanes, 1, 0))
         whole = builder.mul(builder.sdiv(count, lanes), lanes)
-        everywhere = tile.repeated(add)
+        spread = {some: some.repeated(add) for some in (tile, half)}
+
+        def copy(some: Any, i: Any) -> None:
+            numbers = some.load_wide(stored, source, builder.add(start, i), 0)
+            some.store(builder.fadd(numbers, spread[some]), target, builder.add(into, i), 0)
+
         with cgutils.for_range_slice(builder, zero, whole, lanes) as (i, _):
-            numbers = tile.load_wide(stored, source, builder.add(start, i), 0)
-            tile.store(builder.fadd(numbers, everywhere), target, builder.add(into, i), 0)
-        with cgutils.for_range_slice(builder, whole, count, one) as (i, _):
-            number = tile.number(stored, source, builder.add(start, i))
-            builder.store(builder.fadd(number, add), tile.place(target, builder.add(into, i)))
+            copy(tile, i)
+        left, enough = (builder.icmp_signed(">", count, whole), builder.icmp_signed(">=", count, lanes))
+        with builder.if_then(left), builder.if_else(enough) as (long_enough, short):
+            with long_enough:
+                copy(tile, builder.sub(count, lanes))  # the last ones; some of them are done already
+            with short, builder.if_else(builder.icmp_signed(">=", count, few)) as (some, hardly_any):
+                with some:
+                    copy(half, zero)
+                    copy(half, builder.sub(count, few))
+                with hardly_any, cgutils.for_range_slice(builder, zero, count, one) as (i, _):
+                    number = tile.number(stored, source, builder.add(start, i))
+                    builder.store(builder.fadd(number, add), tile.place(target, builder.add(into, i)))
         return context.get_dummy_value()
 
     return signature, generate

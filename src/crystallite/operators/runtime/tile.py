@@ -32,6 +32,11 @@ class Tile:
         # stack slots become registers, as nothing else reaches them
         self.sums = {key: cgutils.alloca_once(builder, self.vector) for key in keys}
 
+    def halve(self) -> None:
+        """Of a tile without sums: loads and stores of half a register."""
+        self.lanes //= 2
+        self.vector = ir.VectorType(self.vector.element, self.lanes)
+
     def _pointer(self, array: Any, offset: Any, lane: int) -> Any:
         first = self.builder.add(offset, ir.Constant(_I64, lane))
         check_span(self.context, self.builder, array, first, self.lanes)
