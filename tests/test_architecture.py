@@ -60,7 +60,7 @@ ADAPTED_IN = {
         "export/weight_only.py",
         "compression/int8_latency.py",
     },
-    "onnxscript": {"export/experts.py", "export/onnx.py"},
+    "onnxscript": {"export/experts.py", "export/onnx.py", "export/recurrent.py"},
     "google": {"serving/grpc_messages.py", "serving/grpc_service.py"},
     "grpc": {"serving/grpc_service.py"},
     "gguf": {"export/gguf.py", "export/vocabulary.py", "weights/gguf_file.py"},

@@ -311,26 +311,37 @@ def test_rows_of_tables_have_scales_of_their_own(tmp_path):
     assert (apart <= expected.abs().amax(-1) / 253).all()
 
 
+@pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM])
+@pytest.mark.parametrize("fitted", [False, True])
 @pytest.mark.parametrize("bidirectional", [False, True])
-def test_a_fitted_gru_takes_batches_of_any_size(bidirectional, tmp_path):
-    class Reader(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.gru = nn.GRU(12, 24, batch_first=True, bidirectional=bidirectional)
-            self.head = nn.Linear(24 * (1 + bidirectional), 5)
-
-        def forward(self, rows):
-            return self.head(self.gru(rows)[0].mean(1))
-
+def test_recurrent_layers_take_batches_and_sequences_of_any_size(kind, fitted, bidirectional, tmp_path):
     torch.manual_seed(0)
-    model, x = Reader().eval(), torch.randn(400, 7, 12)
-    small = cx.compress(model, x, budget=0.5)
-    assert cx.record(small).options.heads_mixed == ()
+    model, x = Reader(kind, bidirectional).eval(), torch.randn(400, 7, 12)
+    small = cx.compress(model, x, budget=0.5) if fitted else model
     exported = cx.export(small, tmp_path / "small.onnx", x[:16])
     assert not exported.notes
+    assert exported.inputs["rows"] == ("batch_size", "rows_axis_1", 12)
     session = onnxruntime.InferenceSession(tmp_path / "small.onnx", providers=["CPUExecutionProvider"])
-    for shape in ((1, 7, 12), (3, 7, 12)):
+    for shape in ((1, 7, 12), (3, 7, 12), (3, 11, 12), (2, 1, 12)):
         rows = torch.randn(shape)
         (found,) = session.run(None, {"rows": rows.numpy()})
         with torch.no_grad():
             torch.testing.assert_close(torch.from_numpy(found), small(rows), rtol=1e-4, atol=1e-5)
+
+
+def test_a_length_that_a_graph_fixes_is_said(tmp_path):
+    """ONNX Runtime gets the steps of an `nn.RNN` one by one."""
+    exported = cx.export(Reader(nn.RNN, False).eval(), tmp_path / "small.onnx", torch.randn(16, 7, 12))
+    assert exported.inputs["rows"] == ("batch_size", 7, 12)
+    (note,) = exported.notes
+    assert "batch_size, 7, 12, while the model takes sequences of any length" in note
+
+
+class Reader(nn.Module):
+    def __init__(self, kind, bidirectional):
+        super().__init__()
+        self.layer = kind(12, 24, batch_first=True, bidirectional=bidirectional)
+        self.head = nn.Linear(24 * (1 + bidirectional), 5)
+
+    def forward(self, rows):
+        return self.head(self.layer(rows)[0].mean(1))

@@ -1,7 +1,8 @@
-"""Use the package with the oldest versions that it allows, and with the newest that can be had: `check_versions.py`.
+"""Use the package with the oldest versions that it allows, and with the newest that can be had.
 
-Each in an environment of its own, by quick tests of every room that leans on them. torch is a build for CPUs, as others
-bring gigabytes; where an index has none of the version that is wanted, the pinned one is used, and that is said.
+`check_versions.py [oldest | newest] [ARGUMENTS OF PYTEST]`: each in an environment of its own, by quick tests of every
+room that leans on them. torch is a build for CPUs, as others bring gigabytes; where an index has none of the version
+that is wanted, the pinned one is used, and that is said.
 """
 
 from __future__ import annotations
@@ -23,11 +24,18 @@ TESTS = [
     "tests/operators/test_recurrent.py", "tests/operators/test_devices.py", "tests/models/test_transformers_folder.py",
     "tests/reorganization/test_rewrite.py", "tests/compression/test_verbs.py", "tests/validation/test_validate.py",
 ]  # fmt: skip
-FOR_TESTS = ["hypothesis", "networkx", "pandas", "pillow", "psutil", "pytest", "pyyaml", "scikit-learn"]
+FOR_TESTS = [
+    "hypothesis", "networkx", "pandas", "pillow", "prometheus-client", "psutil", "pytest", "pyyaml", "scikit-learn",
+]  # fmt: skip
 
 
 def main() -> None:
-    for name, versions in {"oldest": [line.replace(">=", "==") for line in WANTED], "newest": WANTED}.items():
+    ends = {"oldest": [line.replace(">=", "==") for line in WANTED], "newest": WANTED}
+    asked = [name for name in ends if name in sys.argv[1:]]
+    words = [word for word in sys.argv[1:] if word not in ends]
+    failed = []
+    for name in asked or ends:
+        versions = ends[name]
         with tempfile.TemporaryDirectory() as folder:
             venv.create(folder, with_pip=True)
             python = Path(folder) / "bin" / "python"
@@ -43,19 +51,11 @@ def main() -> None:
             listed = subprocess.run([python, "-m", "pip", "freeze"], capture_output=True, text=True, check=True).stdout
             packages = "|".join(re.split("[>=]", line)[0] for line in WANTED)
             print(f"{name}:", *re.findall(rf"^(?:{packages})==\S+", listed, re.M), flush=True)
-            words = [
-                python,
-                "-m",
-                "pytest",
-                "-q",
-                "-p",
-                "no:cacheprovider",
-                "-m",
-                "not slow",
-                "-o",
-                "filterwarnings=default",
-            ]
-            subprocess.run([*words, *sys.argv[1:], *TESTS], cwd=ROOT, check=True)
+            options = ["-q", "-p", "no:cacheprovider", "-m", "not slow", "-o", "filterwarnings=default"]
+            if subprocess.run([python, "-m", "pytest", *options, *words, *TESTS], cwd=ROOT).returncode:
+                failed.append(name)
+    if failed:
+        sys.exit(f"failed with the {' and the '.join(failed)} versions")
 
 
 if __name__ == "__main__":

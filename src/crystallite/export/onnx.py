@@ -110,7 +110,7 @@ def export_onnx(
         length = _put_in_place(file, target)
     notes = [
         *([f"computes in float32: the weights were {half}, for which ONNX Runtime lacks operators"] if half else []),
-        *_fixed_axes(graph),
+        *_fixed_axes(graph, traced),
         *([_DECODERS] if int8 and _generates(model) else []),
     ]
     samples = sum(batch.size for batch in given)
@@ -190,7 +190,7 @@ def _write_with_free_axes(
         fixed = fixed | set(wrong)
 
 
-def _fixed_axes(graph: InRuntime) -> Iterator[str]:
+def _fixed_axes(graph: InRuntime, traced: Batch) -> Iterator[str]:
     """What to say of axes that the graph has fixed where a user might expect a free one.
 
     Code that loops over the tokens of a text, for instance, becomes a graph for as many tokens.
@@ -202,6 +202,13 @@ def _fixed_axes(graph: InRuntime) -> Iterator[str]:
                 yield f"{name} is taken in this shape only: {sizes}"
             elif len(shape) > 3 and all(isinstance(size, int) for size in shape[1:]):
                 yield f"{name} is taken in this shape only: {sizes}; give batches of several sizes for others"
+            elif len(shape) == 3 and isinstance(shape[1], int) and _takes_other_lengths(graph, traced, name):
+                yield f"{name} is taken in this shape only: {sizes}, while the model takes sequences of any length"
+
+
+def _takes_other_lengths(graph: InRuntime, batch: Batch, name: str) -> bool:
+    inputs = named_inputs(graph.model, batch)
+    return inputs[name].shape[1] > 1 and _runs(twin_of(graph.model), _cut(batch, inputs, [(name, 1)]))
 
 
 def _other_sizes(graph: InRuntime, batch: Batch) -> Iterator[tuple[list[Axis], Batch]]:

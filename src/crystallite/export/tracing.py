@@ -23,6 +23,7 @@ from crystallite.core.errors import InvalidOption
 from crystallite.data.batch import Batch
 from crystallite.data.outputs import tensors
 from crystallite.export.experts import translations
+from crystallite.export.recurrent import as_whole_layers_, recurrent_translations, sequences_of_any_length
 from crystallite.models.caches import turn_caches_off_
 
 __all__ = ["Axis", "as_function", "changed", "is_text", "named_inputs", "named_outputs", "quiet", "twin_of", "write"]
@@ -116,9 +117,9 @@ def write(
     with quiet(), torch.no_grad(), sdpa_kernel(SDPBackend.MATH), _takes_tensors(model, batch):
         try:
             program = torch.onnx.export(
-                *_captured(model, tuple(inputs.values()), free), dynamo=True, verbose=False, input_names=list(inputs),
+                _captured(model, tuple(inputs.values()), free), dynamo=True, verbose=False, input_names=list(inputs),
                 output_names=[f"{name}_out" if name in inputs else name for name in outputs],
-                custom_translation_table=translations(), dynamic_shapes=free,
+                custom_translation_table=translations() | recurrent_translations(), dynamic_shapes=free,
             )  # fmt: skip
             assert program is not None
             _keep_norms_apart_(program.model.graph)
@@ -128,15 +129,12 @@ def write(
             raise InvalidOption(f"{type(model).__name__} cannot be written as ONNX: {_deepest(error)}") from error
 
 
-def _captured(model: nn.Module, values: tuple[Tensor, ...], free: tuple[dict[int, Any], ...]) -> tuple[Any, ...]:
-    """What torch.onnx is to write.
-
-    It would capture the model itself, but as if every size were free, even of channels. Recurrent layers are left to
-    it, as it has them take sequences of any length only so.
-    """
-    if any(isinstance(module, nn.RNNBase) for module in model.modules()):
-        return model, values
-    return (torch.export.export(model, values, dynamic_shapes=free, strict=False),)
+def _captured(
+    model: nn.Module, values: tuple[Tensor, ...], free: tuple[dict[int, Any], ...]
+) -> torch.export.ExportedProgram:
+    """What torch.onnx is to write; by itself it would take every size for free, even of channels."""
+    with sequences_of_any_length():
+        return as_whole_layers_(torch.export.export(model, values, dynamic_shapes=free, strict=False))
 
 
 @contextmanager

@@ -42,8 +42,7 @@ _THREADED_BATCH = 4
 class Steps(NamedTuple):
     """How the rows of some sequences lie in time: `counts[t]` of them have a step t, the longest come first.
 
-    While a graph is traced, length and batch may be symbols; they stay so unless the counts are asked for.
-    """
+    While a graph is traced, length and batch may be symbols; they stay so unless the counts are asked for."""
 
     length: int
     batch: int
