@@ -190,7 +190,7 @@ def draw(rows: list[dict], path: Path) -> None:
     matplotlib.rcParams["svg.hashsalt"] = "fitted"  # the same rows give the same file
     from matplotlib import pyplot
 
-    found = summarised(rows)
+    found = summarised([row for row in rows if "calibrated with" not in row["task"]])
     tasks, methods = (list(dict.fromkeys(row[name] for row in found)) for name in ("task", "method"))
     ours = [method for method in methods if method.startswith("fitted")]
     others = [method for method in methods if method not in ours]
