@@ -158,7 +158,7 @@ def test_accessible_on_phone_and_desktop_in_light_and_dark(visit, page_path, axe
     open_layer(page, "cell.weight_hh_l0")  # has every kind of chart
     page.evaluate(axe)
     found = page.evaluate("axe.run().then(r => r.violations)")
-    assert [(v["id"], v["nodes"][0]["html"]) for v in found if v["impact"] in ("serious", "critical")] == []
+    assert [(v["id"], v["nodes"][0]["html"]) for v in found] == []
     assert page.evaluate("document.documentElement.scrollWidth") == width
 
 
@@ -236,7 +236,7 @@ def test_the_result_of_every_rebuilt_model_comes_first(visit, page_path, width):
     assert order.index("What to do next") < order.index("What the tests say of the original")
     assert page.get_by_role("img", name="first, 80 × 96: 4 blocks").count() == 1
     table = page.get_by_role("region", name="The original and what was made of it")
-    assert table.get_by_role("columnheader").all_inner_texts() == ["", "original", "exact", "fitted"]
+    assert table.get_by_role("columnheader").all_inner_texts() == ["original", "exact", "fitted"]
     if width == 1280:  # nothing is cut
         wide = page.eval_on_selector_all(".scroll", "all => all.filter(e => e.scrollWidth > e.clientWidth + 1).length")
         assert wide == 0

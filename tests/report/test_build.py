@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from crystallite.cli.main import main
+from crystallite.compression.compress import compress
 from crystallite.core.errors import CrystalliteError, InvalidOption
 from crystallite.report import report
 from tests.helpers.reports import HOSTILE, front_rows, monitor_rows, planted_blocks, sweep_rows
@@ -38,6 +39,23 @@ def test_the_result_comes_first(full_report, planted):
     assert "cx.reorganize(" in alone
     assert "Validation did not pass." in text
     assert "the metric fell by 0.03." in text
+
+
+def test_products_of_a_recurrent_layer_are_drawn_apart():
+    torch.manual_seed(0)
+    model = Sequence().eval()
+    found = report(model, reorganized=compress(model, torch.randn(300, 6, 24), budget=0.5))
+    shares = re.findall(r">gru\.(inputs|states)</text><text[^>]*>([^<]*)<", found.html)
+    assert shares == [("inputs", "100%"), ("states", "22.2%")]  # rank 8: 8·(144 + 48) of 144·48
+
+
+class Sequence(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gru, self.head = nn.GRU(24, 48, batch_first=True), nn.Linear(48, 5)
+
+    def forward(self, steps):
+        return self.head(self.gru(steps)[0])
 
 
 def test_names_are_never_markup(hostile):

@@ -11,7 +11,7 @@ import numpy as np
 
 from crystallite.core.drawing import Box, Label, Line, Shape
 
-__all__ = ["HEIGHT", "WIDTH", "Axis", "finite", "frame", "legend", "number", "percent"]
+__all__ = ["HEIGHT", "WIDTH", "Axis", "error_share", "finite", "frame", "legend", "number", "percent"]
 
 WIDTH, HEIGHT = 360, 220  # of every chart: about as wide as a phone, so that text keeps its size there
 _LEFT, _RIGHT, _TOP, _BOTTOM = 48, 342, 22, 180
@@ -118,9 +118,20 @@ def number(value: float) -> str:
 
 
 def percent(share: float) -> str:
-    """A share as a percentage.
+    """A share as a percentage; only all of it is 100%.
 
-    >>> [percent(s) for s in (0.0, 0.0123, 0.5, 1.0)]
-    ['0%', '1.23%', '50%', '100%']
+    >>> [percent(s) for s in (0.0, 0.0123, 0.5, 0.99967, 0.999999, 1.0)]
+    ['0%', '1.23%', '50%', '99.97%', 'over 99.99%', '100%']
     """
+    if 0.9995 <= share < 1:
+        return f"{100 * share:.4g}%" if share < 0.99995 else "over 99.99%"
     return f"{100 * share:.3g}%"
+
+
+def error_share(share: float) -> str:
+    """A relative error as a percentage; only none is 0%.
+
+    >>> [error_share(s) for s in (0.0, 2e-6, 0.0123)]
+    ['0.00%', 'below 0.01%', '1.23%']
+    """
+    return "below 0.01%" if 0 < share < 5e-5 else f"{share:.2%}"

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from crystallite.annealing.distributions import Normal, Orthogonal, TruncatedNormal, Uniform
 from crystallite.annealing.fitting import Empirical
 from crystallite.annealing.random_walk import DELTA0, TAU
+from crystallite.core.axes import error_share
 from crystallite.core.errors import CheckpointError, CrystalliteError, InvalidOption
 from crystallite.models.recorded_call import RecordedCall
 from crystallite.models.typed_json import from_plain, to_plain
@@ -67,7 +68,7 @@ class OperatorRecord:
         texts += [self._operator()] if self.kind != "dense" or not texts else []
         texts += [f"{self.copies} copied input{'s' * (self.copies > 1)}"] if self.copies else []
         share = " of its part and what the stream lost before it" * self.repairs
-        texts += [] if self.error is None else [f"error {self.error:.2%}{share}"]
+        texts += [] if self.error is None else [f"error {error_share(self.error)}{share}"]
         return f"{self.part}: " * bool(self.part) + ", ".join(texts)
 
     def _operator(self) -> str:

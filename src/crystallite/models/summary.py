@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from crystallite.core.axes import error_share
 from crystallite.core.drawing import Drawing
 from crystallite.core.run_charts import bar_chart
 from crystallite.core.suggest import suggest_keywords
@@ -146,7 +147,7 @@ def _fitted(options: CompressedOptions) -> Iterator[str]:
     """Sentences on a compressed model."""
     asked = f"a budget of {options.budget:.0%}" if options.budget is not None else f"{options.blocks} blocks"
     asked += _OBJECTIVES.get(options.objective, "") + _FORMS.get(options.form, "")
-    error = f"error of the outputs {options.held_out_error:.2%} of their variance, on samples not fitted on"
+    error = f"error of the outputs {error_share(options.held_out_error)} of their variance, on samples not fitted on"
     yield f"fitted to {asked}: {error}"
     if sensitive := options.sensitive:
         worst = [*sensitive.items()][:_SHOWN_SENSITIVE]
@@ -161,7 +162,7 @@ def _fitted(options: CompressedOptions) -> Iterator[str]:
             more = f" and {len(where) - 1} more" if len(where) > 1 else ""
             yield f"whole heads stay: {where[0]}{more}: {reason}"
     if polish := options.polish:
-        yield f"polished for {polish.steps} steps: error {polish.before:.2%} → {polish.after:.2%}"
+        yield f"polished for {polish.steps} steps: error {error_share(polish.before)} → {error_share(polish.after)}"
     if options.guarantee:
         yield str(options.guarantee)
 

@@ -196,7 +196,7 @@ def _table_row(index: int, row: MatrixAnalysis) -> str:
 def _section(section: Section) -> str:
     drawn = "".join(f"<figure>{chart.svg(page=True)}</figure>" for chart in section.charts.values())
     figures = f'<div class="figures charts">{drawn}</div>' if drawn else ""
-    tables = "".join(_table(rows, caption) for caption, rows in section.tables.items())
+    tables = "".join(_table(rows, caption, section.title) for caption, rows in section.tables.items())
     if tables and drawn:
         tables = f"<details><summary>The numbers as a table</summary>{tables}</details>"
     return (
@@ -206,18 +206,20 @@ def _section(section: Section) -> str:
     )
 
 
-def _table(rows: Sequence[Mapping[str, Any]], title: str) -> str:
+def _table(rows: Sequence[Mapping[str, Any]], title: str, section: str) -> str:
     if not rows:
         return ""
     keys = list(dict.fromkeys(key for row in rows for key in row))
     heads = "".join(
         f'<th scope="col"{" class=words" * any(_is_words(row.get(key)) for row in rows)}>'
         f"{escape(str(key).replace('_', ' '))}</th>"
+        if str(key).strip()
+        else "<td></td>"  # a corner without a name is no header
         for key in keys
     )
     body = "".join(f"<tr>{''.join(_cell(row.get(key), key) for key in keys)}</tr>" for row in rows)
     return (
-        f'<div class="scroll tall" role="region" aria-label="{escape(title)}" tabindex="0"><table>'
+        f'<div class="scroll tall" role="region" aria-label="{escape(f"{title}, {section}")}" tabindex="0"><table>'
         f"<caption>{escape(title)}</caption><thead><tr>{heads}</tr></thead>"
         f"<tbody>{body}</tbody></table></div>"
     )

@@ -147,13 +147,21 @@ def _to_scale(changed: list[LayerChange]) -> dict[str, Drawing]:
         else:
             shapes.append(Box(x, y, cols * unit, rows * unit, "blue"))
         shapes.append(Box(x, y, wide * unit, tall * unit, "muted", filled=False))
-        share = percent(change.macs_after / change.macs_before)
-        lines = [(text, "muted") for text in _in_lines(change.name, 14)] + [(share, "ink")]
+        name = f"{change.name}.{operator.part}" if operator.part else change.name
+        lines = [(text, "muted") for text in _in_lines(name, 14)] + [(percent(_left(change, operator)), "ink")]
         shapes += [Label(x, y + _SCALE + 14 + 13 * i, *line, size=10) for i, line in enumerate(lines)]
     height = 22 + -(-len(shown) // _ACROSS) * _LINE
     more = f" The {len(shown)} that save most of {len(sized)} are drawn." if len(sized) > len(shown) else ""
     text = f"Layers drawn to scale: the outline is the layer as it was, filled what is left of it.{more}"
     return {"What is left of each layer": Drawing(WIDTH, height, text, tuple(shapes))}
+
+
+def _left(change: LayerChange, operator: Any) -> float:
+    """The share of the multiply-adds that is left, of a layer or of one product of a recurrent layer."""
+    if not operator.part:
+        return change.macs_after / change.macs_before
+    (rows, tall), (cols, wide) = operator.outputs, operator.inputs
+    return (operator.rank * (rows + cols) if operator.rank else rows * cols) / (tall * wide)
 
 
 def _short(name: str, most: int) -> str:
