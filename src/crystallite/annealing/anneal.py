@@ -169,7 +169,8 @@ class Annealing:
         Under rule="both" the pass that summed the columns has marked the entries that may be kept, where they are few
         and the matrix lies in rows of float32, float64 or bfloat16: then only these are read again.
 
-        >>> anneal(np.eye(4) + 0.01, rule="neyman").structure()
+        >>> from crystallite.annealing.distributions import Uniform
+        >>> anneal(np.eye(4) + 0.01, Uniform(0.1), rule="neyman").structure()
         BipartiteStructure(4×4: 4 blocks, largest 1×1, dormant 0 rows and 0 columns)
         """
         patterns, marks = self.column_patterns, None if self.column_patterns is None else self._sums_and_marks[1]
