@@ -1,6 +1,7 @@
 """What README and docs show is what happens: every block of Python is run, every command is parsed, in order."""
 
 import argparse
+import ast
 import contextlib
 import importlib
 import io
@@ -173,6 +174,11 @@ def commands():
 def test_commands_are_understood(words, monkeypatch):
     if words[0] == "make":
         assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    elif words[:2] == ["python", "-c"]:
+        for node in ast.walk(ast.parse(words[2])):  # what it imports is there; other tests run it
+            if isinstance(node, ast.ImportFrom):
+                module = importlib.import_module(node.module)
+                assert all(hasattr(module, alias.name) for alias in node.names)
     elif words[0] == "python":
         assert (ROOT / (f"benchmarks/{words[3]}.py" if words[1:3] == ["-m", "benchmarks"] else words[1])).is_file()
     else:
