@@ -218,6 +218,20 @@ def test_weights_of_16_bits_are_used_where_they_lie(dtype, batch):
         assert all(array.itemsize == 2 for arrays in held for array in arrays)
 
 
+@pytest.mark.parametrize("known", [True, False])
+def test_deep_blocks_of_bfloat16_and_many_samples_take_the_products_of_the_processor(monkeypatch, known):
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: known)
+    net, blocks = (module.bfloat16() for module in layer(rows=576, cols=576, k=2))
+    few, many = torch.randn(3, 576).bfloat16(), torch.randn(4, 576).bfloat16()
+    with torch.no_grad():
+        for x in (few, many):
+            assert_close(blocks(x), net(x))
+        assert blocks._plan.takes(few)
+        assert blocks._plan.takes(many) == (not known)
+        assert layer()[1].bfloat16()(many[:, :64]).shape == (4, 48)  # shallow blocks are as before
+        assert not blocks._plan.takes(few.float())
+
+
 def test_weights_and_biases_of_16_bits_may_change_in_place():
     net, blocks = (module.to(torch.float16) for module in layer())
     x = torch.randn(2, 64).to(torch.float16)

@@ -159,7 +159,7 @@ class BlockChain(nn.Module):
             raise InvalidMatrix(f"expected {self.in_features} input features, got shape {tuple(x.shape)}")
         if can_run_compiled(x, self, halves=True):
             plan = self._plan if self._plan.valid() else self._planned(x)
-            if plan.dtype == x.dtype:
+            if plan.takes(x):
                 return run(plan, x)
         state = as_rows(x).t()
         for i, layer in enumerate(self._layers()):

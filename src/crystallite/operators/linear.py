@@ -167,7 +167,7 @@ class BlockLinear(Blocks):
             raise InvalidMatrix(f"expected {self.in_features} input features, got shape {tuple(x.shape)}")
         if can_run_compiled(x, self, halves=True):
             plan = self._plan if self._plan.valid() else self._planned(x)
-            if plan.dtype == x.dtype:
+            if plan.takes(x):
                 return run(plan, x)
         flat = as_rows(x)
         read = flat.narrow(1, 0, self.reads) if self.columns is None else flat.index_select(1, self.columns)

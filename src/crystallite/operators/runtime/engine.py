@@ -56,6 +56,7 @@ _ROW_RATE, _LINE_RATE = 6e9, 35e9  # multiply-adds per second of one core, one s
 _PARTS = 4  # of a layer for each thread: who is late does fewer of them
 _WORTH_A_TEAM = 40e-6  # seconds of work; a team costs a fifth of that
 _STATE_BYTES = 1 << 20  # of a state that is worked on at a time
+_DEEP = 256  # inputs of a block from which on a processor's own products of bfloat16 are faster than ours in float32
 _FEWEST_PANELS = 4  # that a thread takes through all layers: each reads all weights
 _LINE = 64  # bytes
 _NOWHERE = np.zeros(0, np.int64)
@@ -206,6 +207,8 @@ class Plan(Unchanged):
         self._modes = [(part, part.training) for part in parts if isinstance(part, nn.Dropout)]
         self.macs = sum(stage.macs for stage in stages)
         self.dtype = next((t.dtype for t in self._tensors if t.is_floating_point()), None) if self.macs else None
+        deep = self.macs > _DEEP * sum(stage.rows for stage in stages)
+        self._few = deep and self.dtype == torch.bfloat16 and bool(torch.cpu._is_avx512_bf16_supported())
         self.line = _LINE // max((self.dtype or torch.float32).itemsize, 4)  # numbers
         self.width = max([inputs, *(stage.rows for stage in stages)])
         stage_table, stack_table = _tables(stages)
@@ -221,6 +224,10 @@ class Plan(Unchanged):
         made = self._call_type.from_buffer_copy(self._template)
         made[11], made[12], made[13], made[14], made[15], made[16] = x, samples, y, scratch, parts, group
         return made
+
+    def takes(self, x: Tensor) -> bool:
+        """Whether these are the plan's numbers, and kernels are faster than what PyTorch has for so many samples."""
+        return self.dtype == x.dtype and not (self._few and x.numel() > _FEW * x.shape[-1])
 
     def valid(self) -> bool:
         if not self.unchanged() or any(self._hooks) or not self.macs:
