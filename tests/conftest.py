@@ -1,5 +1,11 @@
 """What all tests share."""
 
+import os
+
+# Before NumPy is imported, here and in the processes that tests start: its products in tests are small, and two workers
+# do not wait for each other's threads.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 import pytest
 import torch
 from hypothesis import HealthCheck, settings

@@ -5,9 +5,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from threadpoolctl import threadpool_info, threadpool_limits
 from torch import nn
 
 import crystallite as cx
+from crystallite.analysis import modular_controls
 from crystallite.analysis.degrees import OPTIONS
 
 
@@ -45,6 +47,26 @@ def test_noise_is_at_the_median_and_rarely_called_modular():
         middle = np.mean([each.controls[kind].percentile for each in found])
         assert 50 - 4 * 28.9 / 60**0.5 < middle < 50 + 4 * 28.9 / 60**0.5, kind
     assert sum(each.modular for each in found) <= 9  # 3 expected; more than 9 once in a thousand
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_the_search_is_made_in_one_thread_whatever_is_allowed(threads, monkeypatch):
+    """So no result depends on it, nor does a machine that is busy otherwise make threads wait for each other."""
+    allowed, search = [], modular_controls.best_partitions
+
+    def seen():
+        return {pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "blas"}
+
+    def search_and_see(*args):
+        allowed.append(seen())
+        return search(*args)
+
+    monkeypatch.setattr(modular_controls, "best_partitions", search_and_see)
+    with threadpool_limits(threads, "blas"):
+        cx.modularity(planted(32, 32, 2, 1.6)[0])
+        assert seen() == {threads}
+    assert allowed
+    assert all(each == {1} for each in allowed)
 
 
 def test_heavy_rows_and_columns_alone_are_not_modular():

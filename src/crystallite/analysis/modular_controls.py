@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from threadpoolctl import threadpool_limits
 
 from crystallite.annealing.distributions import Null
 from crystallite.structure.normalized_cut import WeightGraph, best_partitions
@@ -69,7 +70,18 @@ def searched(
     Scores of different k are not comparable, so each is taken in standard deviations of what the weights and the
     primary copies reach with that k, and the largest counts: of the weights, which gives k, and of each copy. The
     weights and their copies are treated alike, so weights without modules have any rank with the same probability.
+
+    In one thread: products of samples are small, and where other programs keep the processors busy, threads that wait
+    for each other take ten times as long. Nor does the rounding depend on the number of threads then.
     """
+    with threadpool_limits(1, user_api="blas"):
+        return _searched(sizes, edges, ks, copies, hubs, seed)
+
+
+def _searched(
+    sizes: tuple[int, ...], edges: Sequence[Sampled], ks: Sequence[int], copies: dict[str, int],
+    hubs: Sequence[tuple[int, int]], seed: int,
+) -> Search:  # fmt: skip
     rng = np.random.default_rng(seed)
     graph = WeightGraph(sizes, tuple((e.weights[None], e.rows, e.cols) for e in edges))
     own, labels = best_partitions(graph, ks, rng)
