@@ -1,13 +1,17 @@
 """Machines unlike this one: without numba, of the other byte order (without OpenMP: `core/test_parallel.py`)."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from crystallite.core.compiling import COMPILES
+from crystallite.core.compiling import COMPILES, REGISTER_BITS
+
+if COMPILES:
+    from numba.core.codegen import get_host_cpu_features
 
 ROOT = Path(__file__).parents[1]
 VERBS = """
@@ -59,8 +63,38 @@ print(json.dumps(found))
 """
 
 
-def run(code):
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=1800, cwd=ROOT)
+NARROW = """
+import json
+import torch
+from torch import nn
+import crystallite as cx
+from crystallite.core.compiling import REGISTER_BITS
+from crystallite.operators.conv import BlockConv
+from crystallite.operators.linear import BlockLinear
+
+torch.manual_seed(0)
+errors = []
+for dtype in (torch.float32, torch.float64):
+    for outputs in (5, 8, 13):
+        dense = nn.Linear(48, 3 * outputs, dtype=dtype)
+        with torch.no_grad():
+            dense.weight *= torch.block_diag(*[torch.ones(outputs, 16)] * 3)
+        layer = BlockLinear.from_dense(dense.weight, dense.bias, cx.decompose(dense.weight.detach()))
+        conv = nn.Conv2d(12, 3 * outputs, 3, padding=1, groups=3, dtype=dtype)
+        for samples in (1, 5, 40):
+            x, image = torch.randn(samples, 48, dtype=dtype), torch.randn(samples, 12, 7, 9, dtype=dtype)
+            with torch.no_grad():
+                errors += [float((layer(x) - dense(x)).abs().max())]
+                errors += [float((BlockConv.from_dense(conv)(image) - conv(image)).abs().max())]
+print(json.dumps({"bits": REGISTER_BITS, "error": max(errors)}))
+"""
+
+
+def run(code, **environment):
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=1800, cwd=ROOT,
+        env=os.environ | environment,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -75,6 +109,14 @@ def test_the_verbs_give_the_same_without_numba():
     assert plain.pop("threshold") == pytest.approx(compiled.pop("threshold"), rel=1e-9)
     assert plain == compiled
     assert plain["blocks"][0] == 3
+
+
+@pytest.mark.skipif(REGISTER_BITS == 256, reason="registers are narrow: all tests run on such")
+def test_kernels_without_wide_registers():
+    features = [f for f in get_host_cpu_features().split(",") if "avx512" not in f]
+    found = run(NARROW, NUMBA_CPU_FEATURES=",".join([*features, "-avx512f"]))
+    assert found["bits"] == 256
+    assert found["error"] < 1e-5
 
 
 def test_big_endian_machines_are_refused_by_name():

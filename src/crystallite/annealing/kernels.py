@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from crystallite.annealing import plain_kernels as plain
-from crystallite.core.compiling import intrinsic, ir, overload, types
+from crystallite.core.compiling import cgutils, intrinsic, ir, overload, types
 from crystallite.core.parallel import compiled, compiled_or
 from crystallite.structure.lanes import LANES, surviving_lanes
 
@@ -33,6 +33,7 @@ __all__ = [
 
 _STRIP = 1024  # columns whose cells are in the nearest cache
 _LONG_STRIP = 8192
+_AHEAD = 2048  # bytes of a row that are asked for before they are needed
 
 
 @compiled_or(plain.bin_patterns)
@@ -81,6 +82,23 @@ def _upper_half(_typing, bits):
         return builder.bitcast(builder.shl(wide, ir.Constant(wide.type, 16)), ir.FloatType())
 
     return types.float32(types.uint16), generate
+
+
+@intrinsic
+def _ask_for(_typing, row, start):
+    """Have the lanes that come `_AHEAD` after these, which may lie past the end, on their way into the cache."""
+
+    def generate(context, builder, sig, args):
+        entries, flag = context.make_array(sig.args[0])(context, builder, args[0]), ir.IntType(32)
+        first = builder.bitcast(builder.gep(entries.data, [args[1]]), ir.IntType(8).as_pointer())
+        kind = ir.FunctionType(ir.VoidType(), [first.type, flag, flag, flag])
+        prefetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        for line in range(0, LANES * sig.args[0].dtype.bitwidth // 8, 64):
+            place = builder.gep(first, [ir.Constant(ir.IntType(64), _AHEAD + line)])
+            builder.call(prefetch, [place, *(ir.Constant(flag, n) for n in (0, 3, 1))])  # to read, often, data
+        return context.get_dummy_value()
+
+    return types.void(row, types.intp), generate
 
 
 def _magnitude(number: Any) -> Any:
@@ -143,12 +161,14 @@ def add_and_mark(values, bits, mask, threshold, sums, words):
     """`add_column_magnitudes`, and bit j % 64 of words[i, j // 64] is set where bits[i, j] & mask ≥ threshold.
 
     `bits` are the same entries as integers. Entries are read once: the second look at them finds them in the cache.
+    Eight rows, which often lie a power of two apart, are more than a processor reads ahead by itself.
     """
     rows, cols = bits.shape
     whole, eights = cols - cols % LANES, rows - rows % 8
     for first in range(0, eights, 8):
         for start in range(0, whole, LANES):
             for i in range(first, first + 8):
+                _ask_for(bits[i], start)
                 words[i, start // LANES] = surviving_lanes(bits[i], start, mask, threshold)
             strip = sums[start : start + LANES]
             a, b = values[first, start : start + LANES], values[first + 1, start : start + LANES]

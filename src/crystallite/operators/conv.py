@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from crystallite.core.compiling import REGISTER_BITS
 from crystallite.core.errors import InvalidMatrix, InvalidOption
 from crystallite.operators.runtime.conv_engine import Convolving
 from crystallite.operators.runtime.engine import can_run_compiled
@@ -23,7 +24,8 @@ __all__ = ["MOST_POSITIONS", "BlockConv", "Convolution", "channel_structure", "c
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 Block = tuple[np.ndarray, np.ndarray]  # output and input channels
 MOST_POSITIONS = 1 << 20  # that a description may ask for in each channel, beside those of the input
-_FEW_CHANNELS = 32  # of a block, inputs on average, below which our kernel is faster than a grouped convolution
+# inputs of a block, on average, below which our kernel is faster than a grouped convolution
+_FEW_CHANNELS = 64 if REGISTER_BITS == 512 else 32
 _SETTINGS = ("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups", "padding_mode")
 _KINDS: dict[str, type[Convolution]] = {kind.__name__: kind for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d)}
 
@@ -254,7 +256,7 @@ class BlockConv(nn.Module):
     def _runs_compiled(self, x: Tensor) -> bool:
         """Whether the kernel can compute this, and is expected to be faster than PyTorch's grouped convolutions.
 
-        For several samples at a time those are faster from 16 channels of a block on.
+        For several samples at a time those are faster from half as many channels of a block on.
         """
         tensors = [x, *(part.weight for part in self._convolutions), *([] if self.bias is None else [self.bias])]
         inputs = sum(part.in_channels for part in self._convolutions)

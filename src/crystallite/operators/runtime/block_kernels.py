@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from crystallite.core.compiling import njit
+from crystallite.core.compiling import REGISTER_BITS, njit
 from crystallite.operators.runtime.functions import erf, sigmoid, tanh
 from crystallite.operators.runtime.instructions import (
     copy_line,
@@ -45,26 +45,35 @@ _STAGES, _N_STAGES, _STACKS, _N_STACKS, _PLACES, _N_PLACES, _OUT_BIAS, _N_OUT_BI
 _OUTPUTS, _FEATURES, _MOST, _X, _SAMPLES, _Y, _SCRATCH, _PARTS, _GROUP = range(8, 17)
 _COUNTERS = 17  # zeros; they follow the arguments
 
-_lines6, _lines4, _lines2, _lines1 = (line_product(rows) for rows in (6, 4, 2, 1))
+_MOST_ROWS, _PANELS = (8, 2) if REGISTER_BITS == 512 else (6, 1)  # of a tile: as many sums as there are registers for
 _dots4, _dots1, _long_dot = dot_rows(4, 2), dot_rows(1, 2), dot_rows(1, 8)  # the first two sum in the same order
 _LONG = 256  # numbers of a row from which on rows are read one by one, in the order they lie: what prefetchers like
 _CACHE = 1 << 17  # bytes of lines gathered at a time; they stay in the second-level cache while the weights pass
 _LINE = 64  # bytes
+_LANE_BYTES = REGISTER_BITS // 8
 _LINES_TURNED = 4  # of a sample's outputs, written in one piece: rows 4096 bytes apart share a few places of the cache
 _inlined = njit(nogil=True, inline="always")  # only called once: numba would compile it alone and again in its caller
+
+
+@_part
+def _lines(size, like):
+    """Memory for so many numbers, from the beginning of a cache line on: a wide register would meet two lines else."""
+    memory = np.empty(size + _LINE // like.itemsize, like.dtype)
+    first = -memory.ctypes.data % _LINE // like.itemsize
+    return memory[first : first + size]
 
 
 @_part
 def _to_panels(x, panels, low, high):
     """panels[p, j, i] = x[p·width + i, j] for features [low, high), and 0 past the last sample."""
     features, width = panels.shape[1:]
-    lanes = width // 2  # of a register: half a line
+    lanes = _LANE_BYTES // x.itemsize
     numbers, lines = x.reshape(-1), panels.reshape(-1)
     for p in range(len(panels)):
         samples = min(width, len(x) - p * width)
         tiled = low + (high - low) // lanes * lanes if samples == width else low
         for first in range(low, tiled, width):
-            for i in range(0, width, lanes):  # both halves of a line of x, one after the other
+            for i in range(0, width, lanes):  # all of a line of x, one piece after the other
                 for j in range(first, min(first + width, tiled), lanes):
                     transpose_tile(
                         numbers, (p * width + i) * features + j, features, lines, (p * features + j) * width + i, width
@@ -81,9 +90,9 @@ def _to_panels(x, panels, low, high):
 def _from_panels(panels, places, bias, y, low, high):
     """y[p·width + i, j] = panels[p, places[j], i] + bias[j] for outputs [low, high); past the last line is 0."""
     lines, width = panels.shape[1:]
-    lanes, outputs, wide = width // 2, y.shape[1], _LINES_TURNED * width
+    lanes, outputs, wide = _LANE_BYTES // y.itemsize, y.shape[1], _LINES_TURNED * width
     numbers, zero = y.reshape(-1), panels.dtype.type(0)
-    some, turned = np.empty((wide, width), panels.dtype), np.empty(width * wide, panels.dtype)
+    some, turned = _lines(wide * width, panels).reshape(wide, width), _lines(width * wide, panels)
     together = some.reshape(-1)
     for p in range(len(panels)):
         samples = min(width, len(y) - p * width)
@@ -145,30 +154,44 @@ def _activate(numbers, activation):
             numbers[i] = sigmoid(numbers[i])
 
 
+def _rows_of_panels(rows):
+    """Compiled f(weight, row, bias, relu, lines, first, out, place): so many rows of all panels."""
+    several, one = line_product(rows, _PANELS), line_product(rows, 1)
+
+    @_part
+    def product(weight, row, bias, relu, lines, first, out, place):
+        whole = len(out) - len(out) % _PANELS
+        for p in range(0, whole, _PANELS):
+            several(weight, row, bias, relu, lines, p, first, out, place)
+        for p in range(whole, len(out)):
+            one(weight, row, bias, relu, lines, p, first, out, place)
+
+    return product
+
+
+_most, _four, _two, _one = (_rows_of_panels(rows) for rows in (_MOST_ROWS, 4, 2, 1))
+
+
 @_part
 def _tiles(weight, low, high, bias, relu, lines, first, out, place, buffer):
     """Rows [low, high) of one block; row 0 would be written to `place`. A few rows of weights serve all panels."""
     row = low
     while row < high:
-        if row + 6 <= high and row + 8 != high:
-            some, begin = wide_rows(weight, row, 6, buffer)
-            for p in range(len(out)):
-                _lines6(some, begin, bias, relu, lines, p, first, out, place + row)
-            row += 6
+        if row + _MOST_ROWS <= high and (_MOST_ROWS == 8 or row + 8 != high):
+            some, begin = wide_rows(weight, row, _MOST_ROWS, buffer)
+            _most(some, begin, bias, relu, lines, first, out, place + row)
+            row += _MOST_ROWS
         elif row + 4 <= high:
             some, begin = wide_rows(weight, row, 4, buffer)
-            for p in range(len(out)):
-                _lines4(some, begin, bias, relu, lines, p, first, out, place + row)
+            _four(some, begin, bias, relu, lines, first, out, place + row)
             row += 4
         elif row + 2 <= high:
             some, begin = wide_rows(weight, row, 2, buffer)
-            for p in range(len(out)):
-                _lines2(some, begin, bias, relu, lines, p, first, out, place + row)
+            _two(some, begin, bias, relu, lines, first, out, place + row)
             row += 2
         else:
             some, begin = wide_rows(weight, row, 1, buffer)
-            for p in range(len(out)):
-                _lines1(some, begin, bias, relu, lines, p, first, out, place + row)
+            _one(some, begin, bias, relu, lines, first, out, place + row)
             row += 1
 
 
@@ -183,8 +206,8 @@ def _panel_products(weight, low, high, bias, activation, lines, columns, first, 
     width = out.shape[2]
     relu = activation == _RELU
     step = max(1, min(len(out), _CACHE // max(1, depth * _LINE)))
-    gathered = np.empty((step if len(columns) else 0, depth, width), out.dtype)
-    buffer = np.empty((6 if weight.itemsize < out.itemsize else 0, depth), out.dtype)
+    gathered = _lines((step if len(columns) else 0) * depth * width, out).reshape(-1, depth, width)
+    buffer = np.empty((_MOST_ROWS if weight.itemsize < out.itemsize else 0, depth), out.dtype)
     zero = out.dtype.type(0)
     for start in range(0, len(out), step):
         stop = min(start + step, len(out))
@@ -336,7 +359,7 @@ def _by_panels(stages, stacks, kind, places, bias, x, y, most, counters, group):
     number = claim(counters, 0)
     begin, end = _bounds(features, 0, 1, 1)
     size = (group if number < groups else 0) * most * width
-    here, there = np.empty(size, x.dtype), np.empty(size, x.dtype)
+    here, there = _lines(size, x), _lines(size, x)
     while number < groups:
         count = min(group, panels - number * group)
         first, last = number * group * width, min((number * group + count) * width, len(x))

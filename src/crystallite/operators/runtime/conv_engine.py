@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from crystallite.core.compiling import REGISTER_BITS
 from crystallite.core.parallel import run_on_openmp_threads
 from crystallite.operators.runtime import conv_kernels as kernels
 from crystallite.operators.runtime.engine import Unchanged, array
@@ -67,15 +69,17 @@ class Convolving(Unchanged):
         rows = _BUFFER_BYTES // (x.itemsize * deepest * pitch) - tall
         strip = min(sizes[0], max(rows, 4 * tall, 1))  # the rows that two strips share are read twice
         table = np.array(stacks, np.int64)
-        self._arrays = (table, weights, inputs, places, bias)  # stay alive
+        inside = _inside(x, kernel, padding, dilation, sizes)
+        self._arrays = (table, weights, inputs, places, bias, inside)  # stay alive
         ends = [end for tensor in (inputs, places, bias) for end in _ends(tensor)]
         self._template = bytes(_Call(
             table.ctypes.data, len(table), *ends, 0, 0, samples, channels, out_channels, height, width, *sizes,
-            *kernel, *padding, *dilation, strip, deepest, max(stack[2] for stack in stacks), sum(groups), 0,
+            *kernel, *padding, *dilation, strip, deepest, max(stack[2] for stack in stacks), sum(groups),
+            inside.ctypes.data, inside.shape[1], 0,
         ))  # fmt: skip
         self._shape, self._dormant, self._bias = (samples, out_channels, *sizes), places[row:], bias
         self._seconds = samples * sizes[0] * sizes[1] * sum(weight.numel() for weight in weights) / _RATE
-        self._entry = _entry(x.dtype)
+        self._entry = _entry(x.dtype, inside.size > 0)
 
     def unchanged(self, outputs: Tensor | None = None) -> bool:
         """Whether the tensors are where they were, and this table is what it was."""
@@ -94,10 +98,32 @@ class Convolving(Unchanged):
         return y
 
 
+def _inside(
+    x: Tensor, kernel: Sequence[int], padding: Sequence[int], dilation: Sequence[int], sizes: Sequence[int]
+) -> np.ndarray:
+    """(places of the kernel, registers): a bit for each output position says whether what it meets is in the image.
+
+    Registers are so many that whole tiles of them hold all positions; none where the output has another size, or the
+    processor cannot load what some bits name: then channels are padded.
+    """
+    shape = np.array(x.shape[2:])
+    if REGISTER_BITS < 512 or list(shape) != list(sizes):
+        return np.zeros((0, 0), np.uint8)
+    lanes = REGISTER_BITS // 8 // x.itemsize
+    count = -(-int(shape.prod()) // (kernels.TILE * lanes)) * kernels.TILE * lanes
+    positions = np.stack(np.unravel_index(np.arange(shape.prod()), shape))  # (2, positions)
+    bits = np.zeros((math.prod(kernel), count), bool)
+    for place, step in zip(bits, np.ndindex(*kernel), strict=True):
+        met = positions + (np.array(step) * dilation - padding)[:, None]
+        place[: shape.prod()] = ((met >= 0) & (met < shape[:, None])).all(0)
+    return np.packbits(bits, axis=1, bitorder="little").view(f"u{lanes // 8}")
+
+
 def _ends(tensor: Tensor | None) -> tuple[int, int]:
     return (0, 0) if tensor is None else (tensor.data_ptr(), tensor.numel())
 
 
 @functools.cache
-def _entry(dtype: torch.dtype) -> Any:
-    return kernels.entry(array(None, torch.empty(0, dtype=dtype)).dtype.type)
+def _entry(dtype: torch.dtype, in_place: bool) -> Any:
+    number = array(None, torch.empty(0, dtype=dtype)).dtype.type
+    return kernels.in_place_entry(number) if in_place else kernels.entry(number)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from crystallite.core.compiling import cgutils, intrinsic, ir, numba, types
+from crystallite.core.compiling import REGISTER_BITS, cgutils, intrinsic, ir, numba, types
 from crystallite.operators.runtime.tile import PANEL, Tile
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "copy_line",
     "copy_numbers",
     "dot_rows",
+    "inside_product",
     "line_product",
     "shifted_product",
     "tile_product",
@@ -24,6 +25,7 @@ __all__ = [
 ]
 
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
+_SHORT = 256  # bits of the registers of kernels whose rows are often shorter than a wider one
 
 
 def tile_product(rows: int, panels: int) -> Any:
@@ -62,7 +64,7 @@ def tile_product(rows: int, panels: int) -> Any:
             out_rows = multiples(row, rows, out_width, zero)
             start_stride = builder.select(one_start, zero, start_width)
             starts = multiples(row, rows, start_stride, zero)
-            tile = Tile(context, builder, sig.args[1].dtype, rows, panels)
+            tile = Tile(context, builder, sig.args[1].dtype, rows, panels, bits=_SHORT)
             for (r, p, q), slot in tile.sums.items():
                 builder.store(tile.load(start_array, builder.add(starts[r], columns[p]), q), slot)
             with cgutils.for_range(builder, depth) as loop:
@@ -82,12 +84,13 @@ def tile_product(rows: int, panels: int) -> Any:
     return product
 
 
-def line_product(rows: int) -> Any:
+def line_product(rows: int, panels: int) -> Any:
     """Compiled f(weight, row, bias, relu, lines, panel, first, out, place): rows of out = σ(weight @ lines + bias).
 
     lines and out are (panels, features, numbers of a cache line): a panel is as many samples as fit into a line, and a
-    line is one feature of these samples. Columns of `weight` meet the lines from `first` on; its rows from `row` on
-    become the lines of out from `place` on. bias starts there too, or is empty. relu: σ is the ReLU, else nothing.
+    line is one feature of these samples. So many panels are computed, from `panel` on. Columns of `weight` meet the
+    lines from `first` on; its rows from `row` on become the lines of out from `place` on. bias starts there too, or is
+    empty. relu: σ is the ReLU, else nothing.
     """
 
     @intrinsic
@@ -107,17 +110,17 @@ def line_product(rows: int) -> Any:
             shapes = [cgutils.unpack_tuple(builder, array.shape) for array in arrays]
             (_, depth), (biases,), (_, features, _), (_, written, _) = shapes
             numbers = 512 // sig.args[0].dtype.bitwidth
-            tile = Tile(context, builder, sig.args[0].dtype, rows, 1, numbers)
+            tile = Tile(context, builder, sig.args[0].dtype, rows, panels, numbers)
             width = ir.Constant(_I64, numbers)
-
-            def line(height: Any, feature: Any) -> Any:
-                return builder.mul(builder.add(builder.mul(panel, height), feature), width)
 
             def shifted(start: Any, by: int) -> Any:
                 return builder.add(start, ir.Constant(_I64, by))
 
+            def line(p: int, height: Any, feature: Any) -> Any:
+                return builder.mul(builder.add(builder.mul(shifted(panel, p), height), feature), width)
+
             starts = [builder.mul(shifted(row, r), depth) for r in range(rows)]
-            begin = line(features, first)
+            begins = [line(p, features, first) for p in range(panels)]
             zero = ir.Constant(tile.vector, [0.0] * tile.lanes)
             for slot in tile.sums.values():
                 builder.store(zero, slot)
@@ -125,13 +128,13 @@ def line_product(rows: int) -> Any:
                 for (r, _, _), slot in tile.sums.items():
                     builder.store(tile.splat(bias, shifted(place, r)), slot)
             with cgutils.for_range(builder, depth) as loop:
-                here = builder.add(begin, builder.mul(loop.index, width))
-                states = {q: tile.load(lines, here, q) for q in tile.lane_groups}
+                here = [builder.add(begin, builder.mul(loop.index, width)) for begin in begins]
+                states = {(p, q): tile.load(lines, here[p], q) for p in range(panels) for q in tile.lane_groups}
                 for r in range(rows):
                     factor = tile.splat(weight, builder.add(starts[r], loop.index))
-                    for q in tile.lane_groups:
-                        tile.add_product(tile.sums[r, 0, q], factor, states[q])
-            for (r, _, q), slot in tile.sums.items():
+                    for p, q in states:
+                        tile.add_product(tile.sums[r, p, q], factor, states[p, q])
+            for (r, p, q), slot in tile.sums.items():
                 value = builder.load(slot)
                 negative = builder.and_(  # NaN stays
                     builder.fcmp_ordered("<", value, zero),
@@ -142,7 +145,7 @@ def line_product(rows: int) -> Any:
                     ),
                 )
                 value = builder.select(negative, zero, value)
-                tile.store(value, out, line(written, shifted(place, r)), q)
+                tile.store(value, out, line(p, written, shifted(place, r)), q)
             return context.get_dummy_value()
 
         return signature, generate
@@ -170,7 +173,7 @@ def shifted_product(rows: int, vectors: int) -> Any:
             _, depth = cgutils.unpack_tuple(builder, weight.shape)
             _, written = cgutils.unpack_tuple(builder, out.shape)
             dtype = sig.args[0].dtype
-            tile = Tile(context, builder, dtype, rows, 1, vectors * 256 // dtype.bitwidth)
+            tile = Tile(context, builder, dtype, rows, 1, vectors * REGISTER_BITS // dtype.bitwidth)
             zero = ir.Constant(tile.vector, [0.0] * tile.lanes)
             for slot in tile.sums.values():
                 builder.store(zero, slot)
@@ -185,6 +188,60 @@ def shifted_product(rows: int, vectors: int) -> Any:
                         tile.add_product(tile.sums[r, 0, q], factor, states[q])
             for (r, _, q), slot in tile.sums.items():
                 tile.store(builder.load(slot), out, builder.add(builder.mul(places[r], written), first), q)
+            return context.get_dummy_value()
+
+        return signature, generate
+
+    return product
+
+
+def inside_product(rows: int, vectors: int) -> Any:
+    """Compiled f(weight, row, steps, inside, vector, numbers, first, starts, out, begins): an image meets its kernels.
+
+    out[begins[row + r] + first + j] = starts[row + r] + Σ weight[row + r, d] · numbers[steps[d] + first + j] for `rows`
+    r and the lanes j of so many registers; a term counts where a bit says that it lies inside the image. The bits
+    are (places of the kernel, registers), of which `vector` is the first; d runs over the places of each channel.
+    weight is a matrix, what is not named so far vectors; all C-contiguous, numbers of one dtype.
+    """
+
+    @intrinsic
+    def product(
+        _typing: Any, weight: Any, row: Any, steps: Any, inside: Any, vector: Any, numbers: Any, first: Any,
+        starts: Any, out: Any, begins: Any,
+    ) -> Any:  # fmt: skip
+        if any(array.layout != "C" for array in (weight, steps, inside, numbers, starts, out, begins)):
+            raise numba.TypingError("inside_product: expected C-contiguous arrays")
+        index = types.intp
+        signature = types.void(weight, index, steps, inside, index, numbers, index, starts, out, begins)
+
+        def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+            _, row, _, _, vector, _, first, _, _, _ = args
+            arrays = [context.make_array(sig.args[i])(context, builder, args[i]) for i in (0, 2, 3, 5, 7, 8, 9)]
+            weight, steps, inside, numbers, starts, out, begins = arrays
+            _, depth = cgutils.unpack_tuple(builder, weight.shape)
+            places, registers = cgutils.unpack_tuple(builder, inside.shape)
+            dtype = sig.args[0].dtype
+            tile = Tile(context, builder, dtype, rows, 1, vectors * REGISTER_BITS // dtype.bitwidth)
+            lines = [builder.add(row, ir.Constant(_I64, r)) for r in range(rows)]
+            for (r, _, _), slot in tile.sums.items():
+                builder.store(tile.splat(starts, lines[r]), slot)
+            weights = [builder.mul(line, depth) for line in lines]
+            channels = builder.sdiv(depth, places)
+            with cgutils.for_range(builder, channels) as channel, cgutils.for_range(builder, places) as place:
+                d = builder.add(builder.mul(channel.index, places), place.index)
+                here = builder.add(builder.load(tile.place(steps, d)), first)
+                bits = builder.add(builder.mul(place.index, registers), vector)
+                states = {}
+                for i, q in enumerate(tile.lane_groups):
+                    some = builder.load(tile.place(inside, builder.add(bits, ir.Constant(_I64, i))))
+                    states[q] = tile.load_where(some, numbers, here, q)
+                for r in range(rows):
+                    factor = tile.splat(weight, builder.add(weights[r], d))
+                    for q in tile.lane_groups:
+                        tile.add_product(tile.sums[r, 0, q], factor, states[q])
+            for (r, _, q), slot in tile.sums.items():
+                begin = builder.add(builder.load(tile.place(begins, lines[r])), first)
+                tile.store(builder.load(slot), out, begin, q)
             return context.get_dummy_value()
 
         return signature, generate
@@ -210,7 +267,7 @@ def dot_rows(rows: int, ways: int) -> Any:
             weight, x, out = (context.make_array(sig.args[i])(context, builder, args[i]) for i in (0, 2, 4))
             _, depth = cgutils.unpack_tuple(builder, weight.shape)
             stored, dtype = sig.args[0].dtype, sig.args[2].dtype
-            tile = Tile(context, builder, dtype, rows, 1, ways * 256 // dtype.bitwidth)
+            tile = Tile(context, builder, dtype, rows, 1, ways * _SHORT // dtype.bitwidth, _SHORT)
             zero = ir.Constant(tile.vector, [0.0] * tile.lanes)
             for slot in tile.sums.values():
                 builder.store(zero, slot)
@@ -289,29 +346,35 @@ def copy_numbers(_typing: Any, source: Any, start: Any, count: Any, add: Any, ta
         _, start, count, add, _, into = args
         source, target = (context.make_array(sig.args[i])(context, builder, args[i]) for i in (0, 4))
         stored = sig.args[0].dtype
-        tile, half = (Tile(context, builder, sig.args[4].dtype, 0, 0) for _ in range(2))
-        half.halve()
-        lanes, few, one, zero = (ir.Constant(_I64, n) for n in (tile.lanes, half.lanes, 1, 0))
-        whole = builder.mul(builder.sdiv(count, lanes), lanes)
-        spread = {some: some.repeated(add) for some in (tile, half)}
+        dtype = sig.args[4].dtype
+        tiles = [
+            Tile(context, builder, dtype, 0, 0, bits=bits) for bits in sorted({REGISTER_BITS, 256, 128}, reverse=True)
+        ]
+        zero, one = ir.Constant(_I64, 0), ir.Constant(_I64, 1)
 
         def copy(some: Any, i: Any) -> None:
             numbers = some.load_wide(stored, source, builder.add(start, i), 0)
-            some.store(builder.fadd(numbers, spread[some]), target, builder.add(into, i), 0)
+            some.store(builder.fadd(numbers, some.repeated(add)), target, builder.add(into, i), 0)
 
-        with cgutils.for_range_slice(builder, zero, whole, lanes) as (i, _):
-            copy(tile, i)
-        left, enough = (builder.icmp_signed(">", count, whole), builder.icmp_signed(">=", count, lanes))
-        with builder.if_then(left), builder.if_else(enough) as (long_enough, short):
-            with long_enough:
-                copy(tile, builder.sub(count, lanes))  # the last ones; some of them are done already
-            with short, builder.if_else(builder.icmp_signed(">=", count, few)) as (some, hardly_any):
-                with some:
-                    copy(half, zero)
-                    copy(half, builder.sub(count, few))
-                with hardly_any, cgutils.for_range_slice(builder, zero, count, one) as (i, _):
-                    number = tile.number(stored, source, builder.add(start, i))
-                    builder.store(builder.fadd(number, add), tile.place(target, builder.add(into, i)))
+        def copy_all(left: list[Any]) -> None:
+            """By the longest register that is not longer than all."""
+            if not left:
+                with cgutils.for_range_slice(builder, zero, count, one) as (i, _):
+                    number = tiles[0].number(stored, source, builder.add(start, i))
+                    builder.store(builder.fadd(number, add), tiles[0].place(target, builder.add(into, i)))
+                return
+            some, lanes = left[0], ir.Constant(_I64, left[0].lanes)
+            with builder.if_else(builder.icmp_signed(">=", count, lanes)) as (enough, short):
+                with enough:
+                    whole = builder.mul(builder.sdiv(count, lanes), lanes)
+                    with cgutils.for_range_slice(builder, zero, whole, lanes) as (i, _):
+                        copy(some, i)
+                    with builder.if_then(builder.icmp_signed(">", count, whole)):
+                        copy(some, builder.sub(count, lanes))  # the last ones; some of them are done already
+                with short:
+                    copy_all(left[1:])
+
+        copy_all(tiles)
         return context.get_dummy_value()
 
     return signature, generate

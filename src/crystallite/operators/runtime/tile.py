@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from crystallite.core.compiling import cgutils, ir, types
-from crystallite.core.index_checks import check_span
+from crystallite.core.compiling import REGISTER_BITS, cgutils, ir, types
+from crystallite.core.index_checks import CHECK_INDICES, check_span
 
 __all__ = ["PANEL", "Tile"]
 
@@ -21,21 +21,19 @@ _FUSED = ["contract"]  # a product and a sum may become one instruction
 
 
 class Tile:
-    """rows × panels × width sums in vector registers of 256 bits."""
+    """rows × panels × width sums in vector registers of so many bits."""
 
-    def __init__(self, context: Any, builder: Any, dtype: Any, rows: int, panels: int, width: int = PANEL):
+    def __init__(
+        self, context: Any, builder: Any, dtype: Any, rows: int, panels: int, width: int = PANEL,
+        bits: int = REGISTER_BITS,
+    ):  # fmt: skip
         self.context, self.builder = context, builder
-        self.alignment, self.lanes = dtype.bitwidth // 8, 256 // dtype.bitwidth
+        self.alignment, self.lanes = dtype.bitwidth // 8, bits // dtype.bitwidth
         self.vector = ir.VectorType(context.get_value_type(dtype), self.lanes)
         self.lane_groups = range(0, width, self.lanes)
         keys = [(r, p, q) for r in range(rows) for p in range(panels) for q in self.lane_groups]
         # stack slots become registers, as nothing else reaches them
         self.sums = {key: cgutils.alloca_once(builder, self.vector) for key in keys}
-
-    def halve(self) -> None:
-        """Of a tile without sums: loads and stores of half a register."""
-        self.lanes //= 2
-        self.vector = ir.VectorType(self.vector.element, self.lanes)
 
     def _pointer(self, array: Any, offset: Any, lane: int) -> Any:
         first = self.builder.add(offset, ir.Constant(_I64, lane))
@@ -44,6 +42,27 @@ class Tile:
 
     def load(self, array: Any, offset: Any, lane: int) -> Any:
         return self.builder.load(self._pointer(array, offset, lane), align=self.alignment)
+
+    def load_where(self, bits: Any, array: Any, offset: Any, lane: int) -> Any:
+        """The numbers whose bits are set, 0 in other lanes: those need not lie in the array."""
+        first = self.builder.add(offset, ir.Constant(_I64, lane))
+        self._check_where(bits, array, first)
+        flags, pointer = ir.VectorType(ir.IntType(1), self.lanes), self.vector.as_pointer()
+        name = f"llvm.masked.load.v{self.lanes}f{8 * self.alignment}.p0"
+        kind = ir.FunctionType(self.vector, [pointer, _I32, flags, self.vector])
+        load = cgutils.get_or_insert_function(self.builder.module, kind, name)
+        here = self.builder.bitcast(self.builder.gep(array.data, [first]), pointer)
+        nothing = ir.Constant(self.vector, [0.0] * self.lanes)
+        return self.builder.call(
+            load, [here, ir.Constant(_I32, self.alignment), self.builder.bitcast(bits, flags), nothing]
+        )
+
+    def _check_where(self, bits: Any, array: Any, first: Any) -> None:
+        if CHECK_INDICES:
+            for lane in range(self.lanes):
+                bit = self.builder.and_(bits, ir.Constant(bits.type, 1 << lane))
+                with self.builder.if_then(self.builder.icmp_unsigned("!=", bit, ir.Constant(bits.type, 0))):
+                    check_span(self.context, self.builder, array, self.builder.add(first, ir.Constant(_I64, lane)), 1)
 
     def load_wide(self, dtype: Any, array: Any, offset: Any, lane: int) -> Any:
         """The same from an array of the tile's numbers or of 16 bits, of which dtype says which they are."""
