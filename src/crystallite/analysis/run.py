@@ -116,8 +116,13 @@ class Analysis:
         return cells
 
     def chain_table(self, width: int | None = None) -> str:
-        """The chains as text; "" where no layers are known to follow each other."""
-        return "\n".join(text_table(chain_cells(self.chains), width)) if self.chains else ""
+        """The chains as text; "" where no layers are known to follow each other. Narrow tables do without layers."""
+        if not self.chains:
+            return ""
+        lines = text_table(chain_cells(self.chains))
+        if width is not None and max(map(len, lines)) > width:
+            lines = text_table(chain_cells(self.chains, with_layers=False), width)
+        return "\n".join(lines)
 
     def __repr__(self) -> str:
         width = terminal_width()
