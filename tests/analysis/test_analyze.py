@@ -36,7 +36,7 @@ def test_an_untrained_model_is_noise():
     model = nn.Sequential(nn.Linear(300, 200), nn.ReLU(), nn.Linear(200, 100), nn.Conv2d(16, 32, 3), nn.LayerNorm(100))
     analysis = cx.analyze(model)
     assert [row.finding for row in analysis.rows] == ["noise"] * 3
-    assert "not distinguishable from its initialisation" in analysis.verdict
+    assert "not distinguishable from the initialisation" in analysis.verdict
     assert analysis["0"].null == "Uniform(±0.05774)"
     assert set(analysis.skipped.values()) == {"bias", "norm"}
 

@@ -187,7 +187,7 @@ def analyze(
     Examples:
         >>> _ = torch.manual_seed(0)
         >>> analyze(torch.nn.Linear(64, 32)).verdict
-        'No exact block structure: 1 of 1 not distinguishable from its initialisation.'
+        'No exact block structure: 1 of 1 not distinguishable from the initialisation.'
     """
     options = Options(null, level, correction, random_walk, rule, alpha, delta0, tau, fast)
     return analyze_with(source, options, targets, ignore, resume=resume, engine=engine, progress=progress)
