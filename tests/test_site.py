@@ -23,7 +23,7 @@ def site(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("page", ["index", "quickstart", "files/examples/first_hour"])
+@pytest.mark.parametrize("page", ["index", "quickstart", "files/examples/first_hour", "api/verbs"])
 @pytest.mark.parametrize(("width", "scheme"), [(390, "light"), (390, "dark"), (1280, "light"), (1280, "dark")])
 def test_accessible(site, browser, axe, page, width, scheme):
     context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
