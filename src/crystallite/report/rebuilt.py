@@ -173,13 +173,13 @@ def _in_lines(name: str, most: int) -> list[str]:
     """A name in one line or two, cut at a dot; of what is longer, the first parts are letters, and numbers stay.
 
     >>> _in_lines("blocks.2.channels.0", 14), _in_lines("encoder.layer.1.attention.self.query", 14)
-    (['blocks.', '2.channels.0'], ['e.l.', '1.a.self.query'])
+    (['blocks.2.', 'channels.0'], ['e.l.1.a.self.', 'query'])
     """
     name = abbreviated(name, most + 7)
     if len(name) <= most:
         return [name]
-    cut = name.find(".", len(name) - most - 1) + 1  # the longest end that begins after a dot
-    cut = cut if 0 < cut < len(name) else len(name) - most
+    cut = name.rfind(".", len(name) - most - 1, most) + 1  # behind the last dot that leaves two lines
+    cut = cut or len(name) - most
     return [_short(name[:cut], most), name[cut:]]
 
 
