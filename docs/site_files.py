@@ -11,6 +11,7 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[1]
 OUTSIDE = re.compile(r"\[([^\]]*)\]\(((?:\.\./)+)([^)#]+)\)")
+EMPTY_HEADING = re.compile(r"<th([^>]*)></th>")
 
 
 def on_files(files, config):
@@ -31,6 +32,11 @@ def on_page_markdown(markdown, page, config, files):
         copy = f"[{text}]({'../' * page.file.src_uri.count('/')}{_copy(path)})"
         markdown = markdown.replace(link, copy if (ROOT / path).is_file() else text)
     return markdown
+
+
+def on_page_content(html, page, config, files):
+    """The empty corner of a table is an ordinary cell: a heading without words says nothing."""
+    return EMPTY_HEADING.sub(r"<td\1></td>", html)
 
 
 def _outside(file, markdown=None):

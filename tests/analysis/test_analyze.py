@@ -36,7 +36,7 @@ def test_an_untrained_model_is_noise():
     model = nn.Sequential(nn.Linear(300, 200), nn.ReLU(), nn.Linear(200, 100), nn.Conv2d(16, 32, 3), nn.LayerNorm(100))
     analysis = cx.analyze(model)
     assert [row.finding for row in analysis.rows] == ["noise"] * 3
-    assert "not distinguishable from its initialisation" in analysis.verdict
+    assert "not distinguishable from the initialisation" in analysis.verdict
     assert analysis["0"].null == "Uniform(±0.05774)"
     assert set(analysis.skipped.values()) == {"bias", "norm"}
 
@@ -365,3 +365,35 @@ def test_a_bad_matrix_is_named():
         layer.weight[3, 4] = float("nan")
     with pytest.raises(cx.InvalidMatrix, match=r"weight.*\(3, 4\)"):
         cx.analyze(layer)
+
+
+class TestNoise:
+    """Few weights in random places fall into small blocks as well, and no verdict may call those structure."""
+
+    def shapes(self, count):
+        rng = np.random.default_rng(0)
+        return rng, [tuple(rng.choice([48, 64, 96, 192], 2)) for _ in range(count)]
+
+    @pytest.mark.parametrize("level", [0.01, 0.003])
+    def test_is_not_called_separate(self, level):
+        rng, shapes = self.shapes(60)
+        noise = {f"{i}": rng.normal(0, 0.02, shape).astype(np.float32) for i, shape in enumerate(shapes)}
+        findings = [row.finding for row in cx.analyze(noise, null="empirical", level=level, fast=True)]
+        assert findings.count("separate") <= 3
+        assert findings.count("fragments") >= 20
+
+    @pytest.mark.parametrize("blocks", [2, 4, 8])
+    def test_planted_blocks_are_told_from_it(self, blocks):
+        rng, shapes = self.shapes(12)
+        planted = {}
+        for i, (rows, cols) in enumerate(shapes):
+            same = rng.integers(0, blocks, rows)[:, None] == rng.integers(0, blocks, cols)
+            planted[f"{i}"] = (rng.normal(0, 0.02, (rows, cols)) * np.where(same, 12, 1)).astype(np.float32)
+        found = cx.analyze(planted, null="empirical", correction="holm", rule="neyman", fast=True)
+        assert [row.finding for row in found] == ["separate"] * 12
+        assert all(row.shuffled["effective_blocks"] < row.effective_blocks for row in found)
+
+    def test_a_diagonal_is_separate(self):
+        w = np.random.default_rng(0).normal(0, 0.02, (64, 64)) + np.roll(np.eye(64), 7, 0)
+        found = cx.analyze({"a": w}, null="empirical", correction="holm", rule="neyman", fast=True)
+        assert found["a"].finding == "separate"

@@ -182,9 +182,19 @@ class TestAnalyze:
         assert chain.modularity["modular"]
         assert chain.modularity["k"] == 2
         assert "modular in degrees" in found.verdict
-        assert "network" in found.chain_table()
+        assert found.chain_table().splitlines()[1].startswith("0, 2, 4  ")
+        assert found.chain_table(width=60).splitlines()[1].startswith("network  ")
         assert "40–60–40–4" in repr(found)
         assert found.to_json()["chains"][0]["name"] == "network"
+
+    def test_chains_name_their_layers_in_full(self):
+        torch.manual_seed(0)
+        ffn = nn.ModuleDict({"lin1": nn.Linear(16, 40), "lin2": nn.Linear(40, 16)})
+        found = cx.analyze(nn.ModuleDict({"layer": nn.ModuleList([nn.ModuleDict({"ffn": ffn})])}))
+        assert "layer.0.ffn: lin1, lin2  16–40–16" in found.chain_table()
+        assert "layer.0.ffn: lin1, lin2" in found._repr_html_()
+        assert "layer.0.ffn.lin1…2  16–40–16" in found.chain_table(width=75)
+        assert found.to_json()["chains"][0]["layers"] == ("layer.0.ffn.lin1", "layer.0.ffn.lin2")
 
     def test_the_report_shows_both(self):
         page = cx.report(self.network(), null="empirical").html

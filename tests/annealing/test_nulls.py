@@ -10,6 +10,7 @@ from scipy import stats
 from torch import nn
 
 from crystallite.annealing import nulls
+from crystallite.annealing.fitting import sample_entries
 from crystallite.core.errors import CrystalliteError, InvalidMatrix, InvalidOption
 
 RNG = np.random.default_rng(0)
@@ -301,3 +302,42 @@ def test_nulls_are_values(null):
     assert hash(null) == hash(dataclasses.replace(null))
     with pytest.raises(dataclasses.FrozenInstanceError):
         null.mean = 1.0
+
+
+class TestSample:
+    """What a null is measured by in a large matrix."""
+
+    def test_runs_of_neighbours_from_everywhere(self):
+        w = np.arange(1.0, 700 * 1000 + 1).reshape(700, 1000)  # an entry says where it stood
+        found = sample_entries(w)
+        assert found.shape == (65_536,)
+        runs = found.reshape(-1, 16)
+        assert (np.diff(runs, axis=1) == 1).all()
+        starts = np.sort(runs[:, 0]) / w.size
+        assert np.unique(starts).size == starts.size
+        assert np.abs(starts - np.linspace(0, 1, starts.size)).max() < 1e-3
+        assert np.array_equal(found, sample_entries(w))
+
+    @pytest.mark.parametrize("size", [65_535, 65_536])
+    def test_a_small_matrix_is_taken_whole(self, size):
+        w = np.arange(1.0, size + 1)[None]
+        assert np.array_equal(sample_entries(w), w[0])
+
+    def test_one_entry_more_is_sampled(self):
+        assert np.unique(sample_entries(np.arange(1.0, 65_538)[None])).size < 65_536
+
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+    def test_of_every_storage_the_same_entries_with_their_signs(self, dtype):
+        w = torch.randn(400, 500, generator=torch.Generator().manual_seed(0)).to(dtype)
+        wide = torch.zeros(400, 1000, dtype=dtype)
+        wide[:, ::2] = w
+        expected = sample_entries(w.double())
+        assert np.array_equal(sample_entries(w), expected)
+        assert np.array_equal(sample_entries(wide[:, ::2]), expected)  # entries that do not lie side by side
+        assert (expected < 0).any()
+
+    def test_what_is_not_finite_is_named(self):
+        w = np.ones((300, 400))
+        w[7, 5] = np.nan
+        with pytest.raises(InvalidMatrix, match=r"head: .*\(7, 5\)"):
+            sample_entries(w[:160], "head")

@@ -114,6 +114,6 @@ class Stream(nn.Module):
 def test_layers_that_make_good_for_what_a_stream_lost_say_so(capsys):
     small = compress(Stream().eval(), budget=0.4, calibration=samples(16), progress=True)
     became = {change.name: change.became for change in cx.summary(small).changes}
-    assert [name for name, text in became.items() if "what the stream lost before it" in text] == ["second.2"]
+    assert [name for name, text in became.items() if "losses of earlier layers included" in text] == ["second.2"]
     shown = capsys.readouterr().err
     assert all(phase in shown for phase in ("tracing", "weighing", "probing", "fitting"))

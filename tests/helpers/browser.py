@@ -5,6 +5,7 @@ CRYSTALLITE_REQUIRE_BROWSER=1, as in `.ci/run`, makes them fail instead.
 
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -31,3 +32,13 @@ def browser():
         opened = playwright.chromium.launch(executable_path=chromium, args=_ARGUMENTS)
         yield opened
         opened.close()
+
+
+@pytest.fixture(scope="session")
+def axe():
+    """axe-core, which finds what people who do not see or point cannot use."""
+    beside = Path(__file__).parents[1] / "report" / "node_modules" / "axe-core" / "axe.min.js"
+    file = Path(os.environ.get("AXE_CORE") or beside)
+    if not file.is_file():
+        unavailable("needs axe-core: npm ci --prefix tests/report, or name axe.min.js in AXE_CORE")
+    return file.read_text(encoding="utf-8")

@@ -1,6 +1,5 @@
 """Reports, and pages of a real browser that open them."""
 
-import os
 from collections import OrderedDict
 from pathlib import Path
 
@@ -10,10 +9,10 @@ import torch
 from crystallite.compression.compress import compress
 from crystallite.reorganization.rewrite import reorganize
 from crystallite.report import report
-from tests.helpers.browser import browser, unavailable
+from tests.helpers.browser import axe, browser
 from tests.helpers.reports import Planted, front_rows, monitor_rows, sweep_rows
 
-__all__ = ["browser"]
+__all__ = ["axe", "browser"]
 
 
 @pytest.fixture(scope="session")
@@ -65,11 +64,3 @@ def visit(browser):
     for context in contexts:
         context.close()
     assert not complaints
-
-
-@pytest.fixture(scope="session")
-def axe():
-    file = Path(os.environ.get("AXE_CORE") or Path(__file__).parent / "node_modules/axe-core/axe.min.js")
-    if not file.is_file():
-        unavailable("needs axe-core: npm ci --prefix tests/report, or name axe.min.js in AXE_CORE")
-    return file.read_text(encoding="utf-8")

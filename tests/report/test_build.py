@@ -11,6 +11,8 @@ from crystallite.cli.main import main
 from crystallite.compression.compress import compress
 from crystallite.core.errors import CrystalliteError, InvalidOption
 from crystallite.report import report
+from crystallite.report.rebuilt import Rebuilt
+from crystallite.report.sections import result_section
 from tests.helpers.reports import HOSTILE, front_rows, monitor_rows, planted_blocks, sweep_rows
 
 
@@ -145,6 +147,18 @@ def test_what_validation_returns_is_shown(planted):
     assert "weights kept" in found.html
     assert "Before and after" in found.html
     assert f"{verdict.macs_per_sample[1]:,}" in found.html
+
+
+@pytest.mark.parametrize(("shares", "title"), [
+    ([0.9], "same decision as the original"),
+    ([0.9, None, 0.7], "same decision as the original, of the output that has the fewest"),
+])  # fmt: skip
+def test_one_figure_for_several_outputs_says_which(shares, title):
+    summary = {"macs": [8, 4], "parameters": [8, 4]}
+    verdict = {"passed": True, "outputs": [{"agreement": share} for share in shares]}
+    (table,) = result_section([Rebuilt("small", summary, verdict)]).tables.values()
+    (row,) = (row for row in table if str(row[""]).startswith("same decision"))
+    assert row == {"": title, "original": "", "small": f"{min(filter(None, shares)):.0%}"}
 
 
 def test_the_command_writes_page_and_figures(tmp_path, capsys):

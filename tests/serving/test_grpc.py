@@ -118,6 +118,16 @@ def test_what_else_it_asks(client):
         ({"raw_input_contents": []}, Code.INVALID_ARGUMENT, "expected 60 fp32_contents"),
         ({"raw_input_contents": [b"\xff" * 240]}, Code.INVALID_ARGUMENT, "finite"),
         ({"outputs": [{"name": "hidden"}]}, Code.INVALID_ARGUMENT, "outputs: expected 'output'"),
+        (
+            {"outputs": [{"name": "output", "parameters": {"shared_memory_region": {"string_param": "a"}}}]},
+            Code.INVALID_ARGUMENT,
+            "no parameter but classification",
+        ),
+        (
+            {"outputs": [{"name": "output", "parameters": {"classification": {"string_param": "2"}}}]},
+            Code.INVALID_ARGUMENT,
+            "1 or more classes, got 0",
+        ),
         ({"parameters": {"timeout": {"int64_param": -1}}}, Code.INVALID_ARGUMENT, "microseconds"),
         ({"parameters": {"timeout": {"string_param": "soon"}}}, Code.INVALID_ARGUMENT, "microseconds"),
     ],

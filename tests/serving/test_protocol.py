@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from crystallite.serving import Refusal
-from crystallite.serving.protocol import HEADER_LENGTH, Request, decode, encode
+from crystallite.serving.protocol import HEADER_LENGTH, Request, Wanted, decode, encode
 from crystallite.serving.signature import DATATYPES, Signature, TensorSpec
 
 
@@ -18,7 +18,7 @@ def one(dtype, below=None):
 
 
 FLOATS, TOKENS = one(torch.float32), one(torch.int64, below=10)
-JSON, BINARY = {"output": False}, {"output": True}
+JSON, BINARY = {"output": Wanted(False)}, {"output": Wanted(True)}
 
 
 def tensor(**changes):
@@ -68,6 +68,29 @@ def test_json_numbers_survive_bit_for_bit():
     assert torch.equal(again.given["input"], x)
 
 
+@pytest.mark.parametrize(("labels", "names"), [((), ["", ""]), (("no", "yes"), [":yes", ":no"])])
+@pytest.mark.parametrize("count", [1, 2, 9])
+def test_classes_in_the_place_of_numbers(labels, names, count):
+    output = TensorSpec("output", torch.float32, (2,), labels=labels)
+    signature = Signature((TensorSpec("input", torch.float32, (3,)),), (output,))
+    wanted = [{"name": "output", "parameters": {"classification": count}}]
+    request = decode(body(outputs=wanted), None, signature)
+    answer, _ = encode({"output": torch.tensor([[-0.25, 0.5], [-1.0, 3.0]])}, request, "small", "1")
+    (found,) = json.loads(answer)["outputs"]
+    expected = [f"{value:f}:{place}" for value, place in ((0.5, 1), (-0.25, 0), (3.0, 1), (-1.0, 0))]
+    kept = [f"{text}{names[i % 2]}" for i, text in enumerate(expected) if i % 2 < count]
+    assert found == {"name": "output", "datatype": "BYTES", "shape": [2, min(count, 2)], "data": kept}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape"), [(torch.float32, (2, 3)), (torch.float32, ()), (torch.bool, (2,)), (None, ())]
+)
+def test_what_has_no_classes(dtype, shape):
+    signature = Signature((TensorSpec("input", torch.float32, (3,)),), (TensorSpec("output", dtype, shape),))
+    with pytest.raises(Refusal, match=r"output: classification needs numbers of shape \[samples, classes\], not "):
+        decode(body(outputs=[{"name": "output", "parameters": {"classification": 1}}]), None, signature)
+
+
 def test_what_json_has_not_is_refused_in_answers():
     y = torch.tensor([[float("inf")]])
     with pytest.raises(Refusal, match="binary") as caught:
@@ -113,7 +136,10 @@ def test_what_json_has_not_is_refused_in_answers():
         (body(inputs=[tensor(data=None, parameters={"shared_memory_region": "a"})]), "data"),
         (body(outputs=[{"name": "x"}]), "expected 'output', got 'x'"),
         (body(outputs="x"), "outputs"),
-        (body(outputs=[{"name": "output", "parameters": {"classification": 3}}]), "classification"),
+        (body(outputs=[{"name": "output", "parameters": {"classes": 3}}]), "no parameter but binary_data or class"),
+        (body(outputs=[{"name": "output", "parameters": {"classification": 0}}]), "1 or more classes, got 0"),
+        (body(outputs=[{"name": "output", "parameters": {"classification": True}}]), "1 or more classes, got True"),
+        (body(outputs=[{"name": "output", "parameters": {"classification": "2"}}]), "1 or more classes, got '2'"),
         (body(parameters=3), "parameters"),
         (body(parameters={"timeout": -1}), "timeout"),
         (body(parameters={"timeout": "soon"}), "timeout"),

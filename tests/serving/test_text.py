@@ -241,6 +241,98 @@ def test_classes_become_probabilities(tmp_path, options, activation):
         assert_close(found, activation(model(**batch).logits))
 
 
+CLASSES = ("calm", "storm: heavy", "fog")
+
+
+@pytest.fixture(scope="module")
+def classifier(tmp_path_factory):
+    """A served classifier of texts whose config names its classes, and the model."""
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("named") / "classes"
+    names = {"id2label": dict(enumerate(CLASSES)), "label2id": {name: i for i, name in enumerate(CLASSES)}}
+    config = transformers.BertConfig(vocab_size=43, initializer_range=0.5, **SIZES, **names)
+    model = transformers.BertForSequenceClassification(config).eval()
+    model.save_pretrained(folder)
+    word_tokenizer().save_pretrained(folder)
+    with Service.load(folder, unvalidated=True) as service, Listener(service, port=0, grpc_port=0) as listener:
+        yield service, listener, model
+
+
+def likely(model):
+    """(texts, classes) probabilities."""
+    batch = word_tokenizer()(TEXTS, padding=True, truncation=True, max_length=32, return_tensors="pt")
+    batch.pop("token_type_ids", None)
+    with torch.no_grad():
+        return model(**batch).logits.softmax(-1)
+
+
+def test_classes_are_answered_by_name(classifier):
+    service, listener, model = classifier
+    expected = likely(model)
+    names = [CLASSES[place] for place in expected.argmax(1)]
+    assert len(set(names)) > 1
+    found = service.infer(TEXTS)
+    assert_close(found["probabilities"], expected)
+    assert found["label"] == names
+    status, _, answer = call(listener.url, "/v2/models/classes/infer", json.dumps({"inputs": [in_json(TEXTS)]}))
+    assert status == 200
+    assert [output["name"] for output in answer["outputs"]] == ["probabilities", "label"]
+    assert answer["outputs"][1] == {"name": "label", "datatype": "BYTES", "shape": [len(TEXTS)], "data": names}
+
+
+def test_metadata_name_the_classes(classifier):
+    outputs = call(classifier[1].url, "/v2/models/classes")[2]["outputs"]
+    assert {output["name"]: output.get("parameters", {}).get("labels") for output in outputs} == {
+        "logits": list(CLASSES), "probabilities": list(CLASSES), "label": None,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["http", "grpc"])
+def test_clients_of_another_project_read_classes(classifier, kind):
+    triton = pytest.importorskip(f"tritonclient.{kind}", reason="needs tritonclient")
+    _, listener, model = classifier
+    expected = likely(model).topk(2)
+    client = triton.InferenceServerClient(
+        listener.url.removeprefix("http://") if kind == "http" else listener.grpc_target
+    )
+    try:
+        given = triton.InferInput("text", [len(TEXTS)], "BYTES")
+        given.set_data_from_numpy(np.array([text.encode() for text in TEXTS], dtype=object))
+        wanted = [triton.InferRequestedOutput("probabilities", class_count=2), triton.InferRequestedOutput("label")]
+        answer = client.infer("classes", [given], outputs=wanted)
+        found = [[text.decode().split(":", 2) for text in row] for row in answer.as_numpy("probabilities")]
+        labels = [text.decode() for text in answer.as_numpy("label")]
+        names = client.get_model_metadata("classes")["outputs"] if kind == "http" else None
+    finally:
+        client.close()
+    assert_close(torch.tensor([[float(value) for value, _, _ in row] for row in found]), expected.values)
+    assert [[int(place) for _, place, _ in row] for row in found] == expected.indices.tolist()
+    assert [[name for _, _, name in row] for row in found] == [[CLASSES[i] for i in row] for row in expected.indices]
+    assert labels == [row[0][2] for row in found]
+    assert names is None or names[0]["parameters"]["labels"] == list(CLASSES)
+
+
+def test_names_as_typed_contents(classifier):
+    import grpc
+
+    _, listener, model = classifier
+    typed = {"name": "text", "datatype": "BYTES", "shape": [1], "contents": {"bytes_contents": [TEXTS[0].encode()]}}
+    with grpc.insecure_channel(listener.grpc_target) as channel:
+        _, content, _ = infer(channel, {"model_name": "classes", "inputs": [typed]})
+    label = message("ModelInferResponse").FromString(content).outputs[1]
+    assert list(label.contents.bytes_contents) == [CLASSES[likely(model)[0].argmax()].encode()]
+
+
+def test_classes_that_are_only_counted_have_no_names(tmp_path):
+    torch.manual_seed(0)
+    config = transformers.BertConfig(vocab_size=43, num_labels=3, **SIZES)
+    transformers.BertForSequenceClassification(config).save_pretrained(tmp_path / "counted")
+    word_tokenizer().save_pretrained(tmp_path / "counted")
+    with Service.load(tmp_path / "counted", unvalidated=True) as service:
+        assert [spec.labels for spec in service.models["counted"].signature.outputs] == [()]
+        assert service.infer(TEXTS[:1]).shape == (1, 3)
+
+
 def test_a_dense_folder_has_no_verdict(folder):
     with pytest.raises(cx.InvalidOption, match="never validated"):
         Service.load(folder)

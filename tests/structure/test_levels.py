@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 import crystallite as cx
+from crystallite.structure import forest
 
 weights = st.tuples(st.integers(0, 8), st.integers(0, 70)).flatmap(
     lambda shape: npst.arrays(
@@ -28,6 +29,17 @@ def check_against_decompose(profile, w, c):
     assert level.largest_share == direct.largest_share
     assert level.dormant == (len(direct.dormant_cols), len(direct.dormant_rows))
     assert profile.structure(c) == direct
+
+
+@pytest.mark.parametrize("shape", [(300, 900), (2000, 150), (900, 900)])
+def test_the_first_pass_over_a_matrix_takes_a_few_entries_for_each_neuron(shape, monkeypatch):
+    """Fewer would leave work to further passes, many more would need memory like the matrix itself."""
+    taken = []
+    collect = forest._collect
+    monkeypatch.setattr(forest, "_collect", lambda *args: taken.append(collect(*args)) or taken[-1])
+    cx.level_profile(np.random.default_rng(0).standard_normal(shape))
+    assert len(taken) == 1
+    assert sum(taken[0][0]) == pytest.approx(4 * sum(shape), rel=0.15)
 
 
 @given(weights, st.floats(1e-6, 5))

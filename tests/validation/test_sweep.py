@@ -166,7 +166,7 @@ def test_validate_sweeps_with_the_options_of_the_model():
     assert same.deviation == pytest.approx(verdict.comparison.deviation.max(), rel=1e-3)
     assert json.loads(json.dumps(verdict.to_json(), allow_nan=False))["sweep"]["points"][1]["level"] == 0.01
     assert len(verdict.sweep.to_pandas()) == 2
-    assert "levels on 60 samples" in repr(verdict)
+    assert "levels on 60 samples; of several outputs, the worst" in repr(verdict)
 
 
 @pytest.mark.parametrize(

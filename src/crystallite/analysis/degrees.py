@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -114,15 +115,27 @@ def modular_count(found: Sequence[Mapping[str, Any]]) -> str:
     return f"{count} of {len(found)} modular in degrees (chance calls {expected:.1f} so)"
 
 
-def chain_cells(chains: Sequence[ChainAnalysis]) -> list[list[str]]:
-    """A table with one line for each chain."""
+def chain_cells(chains: Sequence[ChainAnalysis], with_layers: bool = True) -> list[list[str]]:
+    """A table with one line for each chain, by the names of its layers or, shorter, by its own."""
     cells = [["chain", "neurons", "modules", "score", "by chance", "percentile", "hubs"]]
     for chain in chains:
         found = chain.modularity
         sizes = "–".join(map(str, _sizes_in_order(found["sizes"])))
         numbers = [f"{found['score']:.3f}", f"{found['expected']:.3f}", percentile(found), str(len(found["hubs"]))]
-        cells.append([chain.name, sizes, str(found["k"]), *numbers])
+        cells.append([_together(chain.layers) if with_layers else chain.name, sizes, str(found["k"]), *numbers])
     return cells
+
+
+def _together(names: Sequence[str]) -> str:
+    """Names with what they begin with in common said once.
+
+    >>> _together(["encoder.0.ffn.lin1", "encoder.0.ffn.lin2"]), _together(["fc1", "fc2"])
+    ('encoder.0.ffn: lin1, lin2', 'fc1, fc2')
+    """
+    levels = zip(*(name.split(".")[:-1] for name in names), strict=False)
+    parents = [parts[0] for parts in takewhile(lambda parts: len(set(parts)) == 1, levels)]
+    ends = ", ".join(".".join(name.split(".")[len(parents) :]) for name in names)
+    return f"{'.'.join(parents)}: {ends}" if parents else ends
 
 
 def _sizes_in_order(sizes: Sequence[int]) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -31,6 +32,7 @@ __all__ = ["LayerAnalysis", "MatrixAnalysis", "Options", "analyze_layer", "chann
 
 _PROFILE_POINTS = 24
 _FEW_HUBS, _MOST_HUB_EDGES = 16, 1_000_000  # beyond, the search for hubs would outlast everything else
+_COPIES = 9  # in random places, that blocks are compared with before they are called so
 _ACTIVE = 0.8  # a split counts where at least this share of the neurons is in some block
 
 
@@ -93,10 +95,10 @@ class MatrixAnalysis:
 
     @property
     def looks_like_chance(self) -> bool:
-        """Whether as many edges in random places give at least as many blocks with no larger a largest one."""
+        """Whether as many edges in random places count for nearly as many blocks of equal size."""
         if self.shuffled is None:
             return False
-        return self.shuffled["largest_share"] <= self.largest_share and self.shuffled["n_blocks"] >= self.n_blocks
+        return self.effective_blocks < SEPARATE_BLOCKS * self.shuffled["effective_blocks"]
 
     def __repr__(self) -> str:
         return f"MatrixAnalysis({self.name!r}, {self.rows}×{self.cols}: {self.finding}, {self.kept_share:.2%} kept)"
@@ -168,7 +170,7 @@ def analyze_layer(checkpoint: Checkpoint, layer: Layer, options: Options) -> Lay
         }
     if not options.fast and structure.shape[0] and structure.shape[1]:
         control = shuffled(*structure.shape, feedback=layer.feedback)
-        record["shuffled"] = _state(control, edges)
+        record["shuffled"] = _state([control], edges)
         if not layer.feedback and not layer.kernel:
             histogram = magnitude_histogram(first.magnitudes, layer.name)
             profile = level_profile(parts[0][1], name=layer.name)
@@ -177,8 +179,9 @@ def analyze_layer(checkpoint: Checkpoint, layer: Layer, options: Options) -> Lay
             bordered = _bordered(first, layer, structure)
             record["hubs"] = None if bordered is None else _hubs(bordered)
     row = MatrixAnalysis(**record)
-    if options.fast and finding_of(row) == "separate":  # blocks alone prove nothing: few random edges make some too
-        row = replace(row, shuffled=_state(shuffled(*structure.shape, feedback=layer.feedback), edges))
+    if finding_of(row) == "separate":  # blocks alone prove nothing: few random edges make some too
+        copies = [shuffled(*structure.shape, seed=seed, feedback=layer.feedback) for seed in range(_COPIES)]
+        row = replace(row, shuffled=_state(copies, edges))
     row = replace(row, finding=finding_of(row))
     if not options.fast and row.finding != "separate":
         found = layer_modularity(layer, [a.matrix for a in annealings], [a.null for a in annealings])
@@ -187,9 +190,14 @@ def analyze_layer(checkpoint: Checkpoint, layer: Layer, options: Options) -> Lay
     return LayerAnalysis(layer, annealings, structure, directed, profile, bordered, row)
 
 
-def _state(control: Shuffled, edges: int) -> dict[str, Any]:
-    at = control.at(edges)
-    return {"n_blocks": int(control.n_blocks[at]), "largest_share": float(control.largest_share[at])}
+def _state(copies: Sequence[Shuffled], edges: int) -> dict[str, Any]:
+    """The first copy with so many edges, and for how many blocks that one counts which is most divided."""
+    first, at = copies[0], copies[0].at(edges)
+    return {
+        "n_blocks": int(first.n_blocks[at]),
+        "largest_share": float(first.largest_share[at]),
+        "effective_blocks": max(float(copy.effective_blocks[copy.at(edges)]) for copy in copies),
+    }
 
 
 def null_of(checkpoint: Checkpoint, layer: Layer, name: str, matrix: Any, options: Options) -> Fit | Null:

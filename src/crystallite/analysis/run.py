@@ -116,8 +116,13 @@ class Analysis:
         return cells
 
     def chain_table(self, width: int | None = None) -> str:
-        """The chains as text; "" where no layers are known to follow each other."""
-        return "\n".join(text_table(chain_cells(self.chains), width)) if self.chains else ""
+        """The chains as text; "" where no layers are known to follow each other. Narrow tables do without layers."""
+        if not self.chains:
+            return ""
+        lines = text_table(chain_cells(self.chains))
+        if width is not None and max(map(len, lines)) > width:
+            lines = text_table(chain_cells(self.chains, with_layers=False), width)
+        return "\n".join(lines)
 
     def __repr__(self) -> str:
         width = terminal_width()
@@ -182,7 +187,7 @@ def analyze(
     Examples:
         >>> _ = torch.manual_seed(0)
         >>> analyze(torch.nn.Linear(64, 32)).verdict
-        'No exact block structure: 1 of 1 not distinguishable from its initialisation.'
+        'No exact block structure: 1 of 1 not distinguishable from the initialisation.'
     """
     options = Options(null, level, correction, random_walk, rule, alpha, delta0, tau, fast)
     return analyze_with(source, options, targets, ignore, resume=resume, engine=engine, progress=progress)

@@ -13,21 +13,21 @@ if TYPE_CHECKING:
 
 __all__ = ["FINDINGS", "finding_of", "model_verdict", "sentence"]
 
-# What a matrix can be, best first. The limits:
+# What a matrix can be, best first, as "2 of 9 …" goes on. The limits:
 SEPARATE_LARGEST = 0.8  # "separate": no block holds more than this share of the neurons that are in any block, …
 SEPARATE_BLOCKS = 1.5  # … and they count for at least this many blocks of equal size
 SPARSE = 0.25  # "sparse": fewer than this share of the neurons are in any block
 NOISE_SIGMAS = 4.0  # "noise": the initialisation fits, and no more is kept than this many σ above what it would keep
 
 FINDINGS = {
-    "separate": "falls into blocks",
-    "hubs": "one block, held together by a few hubs",
-    "nested": "falls into blocks at another level",
-    "fragments": "small blocks, as noise below the percolation level gives",
-    "one block": "no exact block structure",
-    "sparse": "nearly all neurons dormant",
-    "noise": "not distinguishable from its initialisation",
-    "empty": "no significant weight",
+    "separate": "in blocks",
+    "hubs": "in one block that a few hubs hold together",
+    "nested": "in blocks at another level",
+    "fragments": "in small blocks, as noise below the percolation level gives",
+    "one block": "in one block",
+    "sparse": "with nearly all neurons dormant",
+    "noise": "not distinguishable from the initialisation",
+    "empty": "without a significant weight",
 }
 
 

@@ -32,7 +32,7 @@ from crystallite.serving.model import CutModel, ServedModel, Source
 from crystallite.serving.protocol import HEADER_LENGTH
 from crystallite.serving.service import Service
 from crystallite.serving.signature import DATATYPES, INPUT, Tensors
-from crystallite.serving.tensor_data import to_bytes
+from crystallite.serving.tensor_data import written
 
 __all__ = ["best_quantile", "compared", "forward_seconds", "loaded", "row", "run", "service_of"]
 
@@ -140,7 +140,7 @@ def sample(service: Service, batch: int) -> dict[str, Tensor]:
 
 def _ask(listener: Listener, service: Service, clients: int, batch: int, seconds: float) -> Ask:
     (model,), given = service.models.values(), sample(service, batch)
-    raw = {name: to_bytes(x) for name, x in given.items()}
+    raw = {name: written(x).raw() for name, x in given.items()}
     tensors = [
         {
             "name": name, "datatype": DATATYPES[x.dtype], "shape": list(x.shape),

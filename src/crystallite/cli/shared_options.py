@@ -129,7 +129,8 @@ CHECKPOINT_FILE = Option(
 RULES = (
     Option(
         "metric", "quality of the task that may not drop; needs labels in the data, but for perplexity, and for "
-        "retrieval in plain text: does one half of a paragraph find the other?",
+        "retrieval in plain text: does one half of a paragraph find the other? loss: cross-entropy of classes, mean "
+        "squared error of numbers, or what the model itself returns as loss",
         choices=("accuracy", "loss", "retrieval", "perplexity"),
     ),
     Option("max_drop", "largest drop of the metric that is accepted, in its units; of perplexity, as a share", float,

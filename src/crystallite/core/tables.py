@@ -14,7 +14,7 @@ import numpy as np
 
 from crystallite.core.errors import InvalidOption
 
-__all__ = ["Table", "by_expert", "html_table", "html_text", "span", "terminal_width", "text_table"]
+__all__ = ["Table", "abbreviated", "by_expert", "html_table", "html_text", "span", "terminal_width", "text_table"]
 
 _LEAST = 12  # characters of a name or a text that gives way
 _EXPERT = re.compile(r"(.*\bexperts)(?:\.(\d+)((?:\.[^\[\]]*)?)|(\.[^\[\]]+)\[(\d+)\])")  # experts.3.up, experts.up[3]
@@ -174,16 +174,16 @@ def terminal_width() -> int | None:
 
 
 def _line(row: Sequence[str], widths: Sequence[int], left: Collection[int]) -> str:
-    cells = [_abbreviated(row[0], widths[0]), *row[1:]]
+    cells = [abbreviated(row[0], widths[0]), *row[1:]]
     cells = [c if len(c) <= w else c[: w - 1] + "…" for c, w in zip(cells, widths, strict=True)]
     aligned = [f"{c:<{w}}" if i in left else f"{c:>{w}}" for i, (c, w) in enumerate(zip(cells, widths, strict=True))]
     return "  ".join(aligned).rstrip()
 
 
-def _abbreviated(name: str, width: int) -> str:
+def abbreviated(name: str, width: int) -> str:
     """A name in `width` characters: the first parts by their first letter, as many as it takes; numbers stay.
 
-    >>> _abbreviated("encoder.layer.0.attention.output.dense", 22)
+    >>> abbreviated("encoder.layer.0.attention.output.dense", 22)
     'e.l.0.a.output.dense'
     """
     parts = name.split(".")

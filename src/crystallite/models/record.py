@@ -67,7 +67,7 @@ class OperatorRecord:
         texts = [f"{left} of {before} {side}" for side, (left, before) in sizes if left < before]
         texts += [self._operator()] if self.kind != "dense" or not texts else []
         texts += [f"{self.copies} copied input{'s' * (self.copies > 1)}"] if self.copies else []
-        share = " of its part and what the stream lost before it" * self.repairs
+        share = ", losses of earlier layers included" * self.repairs
         texts += [] if self.error is None else [f"error {error_share(self.error)}{share}"]
         return f"{self.part}: " * bool(self.part) + ", ".join(texts)
 

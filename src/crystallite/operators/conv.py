@@ -24,6 +24,7 @@ __all__ = ["MOST_POSITIONS", "BlockConv", "Convolution", "channel_structure", "c
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 Block = tuple[np.ndarray, np.ndarray]  # output and input channels
 MOST_POSITIONS = 1 << 20  # that a description may ask for in each channel, beside those of the input
+_CHANGING = ("stride", "padding", "dilation")  # that a convolution may be given between calls
 # inputs of a block, on average, below which our kernel is faster than a grouped convolution
 _FEW_CHANNELS = 64 if REGISTER_BITS == 512 else 32
 _SETTINGS = ("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups", "padding_mode")
@@ -239,6 +240,9 @@ class BlockConv(nn.Module):
         made, column, row = [], 0, 0
         for part in self._convolutions:  # each gathers its own channels: a slice of all would be copied again
             given = self._given(x, channel, column, part.in_channels)
+            for name in _CHANGING:
+                if getattr(part, name) != getattr(self, name):
+                    setattr(part, name, getattr(self, name))
             made.append(part._conv_forward(given, part.weight, self._bias_in_order(row, part.out_channels)))
             column, row = column + part.in_channels, row + part.out_channels
         dormant = self.out_channels - row

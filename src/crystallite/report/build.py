@@ -173,7 +173,7 @@ def report(
         >>> from torch import nn
         >>> _ = torch.manual_seed(0)
         >>> report(nn.Linear(64, 32), title="Noise")
-        Report('Noise': No exact block structure: 1 of 1 not distinguishable from its initialisation.)
+        Report('Noise': No exact block structure: 1 of 1 not distinguishable from the initialisation.)
     """
     models = _by_name(reorganized)
     verdicts = _verdicts(verdict, models, isinstance(reorganized, Mapping))

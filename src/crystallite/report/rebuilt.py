@@ -15,6 +15,7 @@ from torch import nn
 from crystallite.analysis.matrix import channel_mask
 from crystallite.core.axes import WIDTH, percent
 from crystallite.core.drawing import Box, Drawing, Label, Raster, Shape
+from crystallite.core.tables import abbreviated
 from crystallite.models.manifest import is_saved, read_manifest
 from crystallite.models.opening import open_model
 from crystallite.models.record import LayerChange, record
@@ -169,15 +170,16 @@ def _short(name: str, most: int) -> str:
 
 
 def _in_lines(name: str, most: int) -> list[str]:
-    """A name in one line or two, cut at a dot; what is longer loses its beginning.
+    """A name in one line or two, cut at a dot; of what is longer, the first parts are letters, and numbers stay.
 
-    >>> _in_lines("head", 14), _in_lines("blocks.2.channels.0", 14), _in_lines("encoder.layer.1.attention.dense", 14)
-    (['head'], ['blocks.', '2.channels.0'], ['….1.attention.', 'dense'])
+    >>> _in_lines("blocks.2.channels.0", 14), _in_lines("encoder.layer.1.attention.self.query", 14)
+    (['blocks.2.', 'channels.0'], ['e.l.1.a.self.', 'query'])
     """
+    name = abbreviated(name, most + 7)
     if len(name) <= most:
         return [name]
-    cut = name.find(".", len(name) - most - 1) + 1  # the longest end that begins after a dot
-    cut = cut if 0 < cut < len(name) else len(name) - most
+    cut = name.rfind(".", len(name) - most - 1, most) + 1  # behind the last dot that leaves two lines
+    cut = cut or len(name) - most
     return [_short(name[:cut], most), name[cut:]]
 
 

@@ -49,7 +49,9 @@ def result_section(found: Sequence[Rebuilt]) -> Section:
         rows.append([metric["name"], *map(figure, [metric["values"][0], *values])])
     agreed = [[o["agreement"] for o in v.get("outputs") or () if o.get("agreement") is not None] for v in judged]
     if any(agreed):
-        rows.append(["same decision as the original", "", *(percent(min(some)) if some else "–" for some in agreed)])
+        which = ", of the output that has the fewest" if max(map(len, agreed)) > 1 else ""
+        same = [percent(min(some)) if some else "–" for some in agreed]
+        rows.append([f"same decision as the original{which}", "", *same])
     for title, pairs in (
         (
             "parameters",

@@ -16,11 +16,11 @@ from crystallite.serving.grpc_messages import PACKAGE, message
 from crystallite.serving.headers import Caller
 from crystallite.serving.limits import MOST_HEADER_BYTES, MOST_HEADERS
 from crystallite.serving.logs import Entry
-from crystallite.serving.protocol import EXTENSIONS, SERVER, Request, describe, request_of
+from crystallite.serving.protocol import EXTENSIONS, SERVER, Request, Wanted, check_classes, describe, request_of
 from crystallite.serving.refusal import CLIENT_LEFT, Refusal
 from crystallite.serving.request_guard import RequestGuard
-from crystallite.serving.signature import DATATYPES, Signature, Tensors, TensorSpec
-from crystallite.serving.tensor_data import Value, checked_spec, from_bytes, strings, to_bytes
+from crystallite.serving.signature import BYTES, Answer, Signature, TensorSpec
+from crystallite.serving.tensor_data import Value, checked_spec, from_bytes, strings
 
 __all__ = ["GrpcServer"]
 
@@ -39,10 +39,10 @@ _CODES = {
     503: grpc.StatusCode.UNAVAILABLE,
     504: grpc.StatusCode.DEADLINE_EXCEEDED,
 }
-_TYPED = {
-    torch.float32: "fp32_contents", torch.float64: "fp64_contents", torch.int64: "int64_contents",
-    torch.int32: "int_contents", torch.int16: "int_contents", torch.int8: "int_contents", torch.uint8: "uint_contents",
-    torch.bool: "bool_contents",
+_CONTENTS = {  # others travel raw
+    "FP32": "fp32_contents", "FP64": "fp64_contents", "INT64": "int64_contents", "INT32": "int_contents",
+    "INT16": "int_contents", "INT8": "int_contents", "UINT8": "uint_contents", "BOOL": "bool_contents",
+    BYTES: "bytes_contents",
 }  # fmt: skip
 _ENVELOPE = 1 << 16  # bytes of a message beyond its tensors
 
@@ -160,7 +160,10 @@ class _Methods:
 
     async def _model_metadata(self, _entry: Entry, request: Any, _context: Any) -> Any:
         model = self._service.model(request.name, request.version or None)
-        return message("ModelMetadataResponse")(**describe(model.name, model.versions, model.signature))
+        found = describe(model.name, model.versions, model.signature)
+        for tensor in found["outputs"]:
+            tensor.pop("parameters", None)  # names of classes have no place in these messages; classification has
+        return message("ModelMetadataResponse")(**found)
 
     async def _model_statistics(self, _entry: Entry, request: Any, _context: Any) -> Any:
         models = list(self._service.models.values())
@@ -204,11 +207,15 @@ def _decoded(request: Any, signature: Signature, remaining: float | None) -> Req
     for i, tensor in enumerate(request.inputs):
         spec, shape = checked_spec(tensor.name, tensor.datatype, list(tensor.shape), signature)
         given[spec.name] = from_bytes(raw[i], spec, shape) if raw else _from_contents(tensor.contents, spec, shape)
-    wanted: dict[str, bool] = {}
+    wanted: dict[str, Wanted] = {}
     for output in request.outputs:
-        if output.parameters or output.name in wanted:
-            raise Refusal(400, f"outputs: expected different names without parameters, got {output.name!r:.80}")
-        wanted[output.name] = bool(raw)
+        if output.parameters.keys() - {"classification"} or output.name in wanted:
+            only = "expected different names and no parameter but classification"
+            raise Refusal(400, f"outputs: {only}, got {output.name!r:.80}")
+        classes = 0
+        if "classification" in output.parameters:
+            classes = check_classes(output.name, output.parameters["classification"].int64_param)
+        wanted[output.name] = Wanted(bool(raw), classes)
     timeout = remaining
     if "timeout" in request.parameters:
         microseconds = request.parameters["timeout"].int64_param
@@ -221,7 +228,7 @@ def _decoded(request: Any, signature: Signature, remaining: float | None) -> Req
 def _from_contents(contents: Any, spec: TensorSpec, shape: list[int]) -> Value:
     if spec.dtype is None:
         return strings(contents.bytes_contents, spec, shape)
-    field = _TYPED.get(spec.dtype)
+    field = _CONTENTS.get(spec.datatype)
     if field is None:
         raise Refusal(400, f"{spec.name}: {spec.datatype} has no typed contents; expected raw_input_contents")
     content = getattr(contents, field)
@@ -235,15 +242,18 @@ def _from_contents(contents: Any, spec: TensorSpec, shape: list[int]) -> Value:
     return torch.from_numpy(numbers).reshape(shape)
 
 
-def _encoded(answer: Tensors, asked: Request, name: str, version: str) -> Any:
+def _encoded(answer: Answer, asked: Request, name: str, version: str) -> Any:
     """The answer, in raw bytes if the question was, or where a datatype of it has no other form."""
     response = message("ModelInferResponse")(model_name=name, model_version=version, id=asked.id or "")
-    raw = any(asked.outputs.values()) or any(answer[output].dtype not in _TYPED for output in asked.outputs)
-    for output in asked.outputs:
-        y = answer[output]
-        described = response.outputs.add(name=output, datatype=DATATYPES[y.dtype], shape=list(y.shape))
+    outputs = list(asked.written(answer))
+    raw = any(binary or y.datatype not in _CONTENTS for _, binary, y in outputs)
+    for output, _, y in outputs:
+        described = response.outputs.add(name=output, datatype=y.datatype, shape=y.shape)
         if raw:
-            response.raw_output_contents.append(to_bytes(y))
-        else:
-            getattr(described.contents, _TYPED[y.dtype]).extend(y.flatten().tolist())
+            response.raw_output_contents.append(y.raw())
+            continue
+        values = y.flat()
+        if y.datatype == BYTES:
+            values = [text.encode() for text in values]
+        getattr(described.contents, _CONTENTS[y.datatype]).extend(values)
     return response

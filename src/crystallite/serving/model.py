@@ -31,7 +31,7 @@ from crystallite.serving.metrics import Metrics
 from crystallite.serving.network import Inside, Network, network_of
 from crystallite.serving.plan import Plan, arrange
 from crystallite.serving.refusal import Refusal
-from crystallite.serving.signature import INPUT, Given, Signature, Tensors
+from crystallite.serving.signature import INPUT, Answer, Given, Signature, Tensors, named_classes
 from crystallite.serving.statistics import Statistics
 from crystallite.serving.text import TextReader, TextRules, text_rules
 from crystallite.serving.transform import Transform
@@ -116,11 +116,11 @@ class CutModel:
         if scores is not None:
             score_always_(model, known_inputs(model), scores)
         cut = cls.of(name, (version or source_sha256(model))[:12], path, model, source)
-        rules = text_rules(path, cut.signature, getattr(model, "config", None))
-        if rules is None:
-            return cut
-        answered = (rules.output(cut.signature),)
-        signature = dataclasses.replace(cut.signature, text=rules.spec, text_outputs=answered)
+        config = getattr(model, "config", None)
+        signature = named_classes(cut.signature, config)
+        rules = text_rules(path, signature, config)
+        if rules is not None:
+            signature = dataclasses.replace(signature, text=rules.spec, text_outputs=rules.outputs(signature))
         return dataclasses.replace(cut, signature=signature, text=rules)
 
     @classmethod
@@ -192,7 +192,7 @@ class ServedModel:
         known = cut.name, cut.version, cut.plan, cut.signature, cut.example
         return cls(*known, batcher, transform, engine, statistics, reader)
 
-    async def infer(self, given: Given, timeout: float | None = None) -> Tensors:
+    async def infer(self, given: Given, timeout: float | None = None) -> Answer:
         """The answer for some samples, or for texts; `timeout` in seconds."""
         if isinstance(given, list):
             return await self._read(given, timeout)
@@ -204,7 +204,7 @@ class ServedModel:
             return await self.trial.infer(self.system, given, timeout)
         return await self.batcher.infer(given, timeout)
 
-    async def _read(self, texts: list[str], timeout: float | None) -> Tensors:
+    async def _read(self, texts: list[str], timeout: float | None) -> Answer:
         if self.reader is None:
             raise Refusal(400, f"{self.name} takes tensors, no text")
         if sum(map(len, texts)) > _AT_ONCE:

@@ -121,15 +121,17 @@ def _switch() -> dict[str, Any]:
 
 def _schemas() -> dict[str, Any]:
     tensor = {"name": _TEXT, "datatype": _DATATYPE, "shape": _SHAPE}
-    metadata = {**tensor, "shape": {"type": "array", "items": {"type": "integer", "minimum": -1}}}
+    labels = {"type": "object", "properties": {"labels": {"type": "array", "items": _TEXT}}}
+    metadata = {**tensor, "shape": {"type": "array", "items": {"type": "integer", "minimum": -1}}, "parameters": labels}
     size = {"type": "object", "properties": {"binary_data_size": {"type": "integer", "minimum": 0}}}
-    binary = {"type": "object", "properties": {"binary_data": {"type": "boolean"}}, "additionalProperties": False}
+    forms = {"binary_data": {"type": "boolean"}, "classification": {"type": "integer", "minimum": 1}}
+    form = {"type": "object", "properties": forms, "additionalProperties": False}
     asked = {"binary_data_output": {"type": "boolean"}, "timeout": {"type": "integer", "minimum": 1}}
     given = _object({**tensor, "data": _VALUES, "parameters": size}, "name datatype shape")
-    wanted = _object({"name": _TEXT, "parameters": binary}, "name")
-    values = {"type": "array", "items": {"type": ["number", "boolean"]}}
+    wanted = _object({"name": _TEXT, "parameters": form}, "name")
+    values = {"type": "array", "items": {"type": ["number", "boolean", "string"]}}
     returned = _object({**tensor, "data": values, "parameters": size})
-    described = {"type": "array", "items": _object(metadata)}
+    described = {"type": "array", "items": _object(metadata, "name datatype shape")}
     return {
         "Error": _object({"error": _TEXT}),
         "Server": _object({"name": _TEXT, "version": _TEXT, "extensions": {"type": "array", "items": _TEXT}}),

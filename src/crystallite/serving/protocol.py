@@ -3,22 +3,49 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from crystallite.serving.refusal import Refusal
-from crystallite.serving.signature import DATATYPES, Given, Signature, Tensors, TensorSpec
-from crystallite.serving.tensor_data import Value, checked_spec, from_bytes, from_json, to_bytes
+from crystallite.serving.signature import Answer, Given, Signature, TensorSpec
+from crystallite.serving.tensor_data import Value, Written, checked_spec, classified, from_bytes, from_json, written
 
-__all__ = ["EXTENSIONS", "HEADER_LENGTH", "SERVER", "Request", "decode", "describe", "encode", "request_of"]
+__all__ = [
+    "EXTENSIONS",
+    "HEADER_LENGTH",
+    "SERVER",
+    "Request",
+    "Wanted",
+    "check_classes",
+    "decode",
+    "describe",
+    "encode",
+    "request_of",
+]
 
 HEADER_LENGTH = "Inference-Header-Content-Length"  # bytes of JSON before binary tensors
 SERVER = {"name": "crystallite", "version": version("crystallite")}
-EXTENSIONS = ["binary_tensor_data", "model_repository", "model_repository(unload_dependents)", "statistics"]
+EXTENSIONS = [
+    "binary_tensor_data",
+    "classification",
+    "model_repository",
+    "model_repository(unload_dependents)",
+    "statistics",
+]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """How an output comes that a client asks for."""
+
+    is_binary: bool
+    classes: int = 0  # the largest entries instead of all, with their places and names
+    labels: tuple[str, ...] = ()  # the names, where there are any
 
 
 @dataclass(frozen=True)
@@ -27,19 +54,30 @@ class Request:
 
     given: Given
     id: str | None
-    outputs: Mapping[str, bool]  # names of the tensors that are wanted, and whether each comes in binary
+    outputs: Mapping[str, Wanted]  # by name
     timeout: float | None  # seconds
 
     @property
     def samples(self) -> int:
         return len(self.given) if isinstance(self.given, list) else next(iter(self.given.values())).shape[0]
 
+    def written(self, answer: Answer) -> Iterator[tuple[str, bool, Written]]:
+        """The outputs that are wanted: name, whether in binary, and what is written."""
+        for name, wanted in self.outputs.items():
+            y = answer[name]
+            if wanted.classes and isinstance(y, Tensor):
+                yield name, wanted.is_binary, classified(y, wanted.classes, wanted.labels)
+            else:
+                yield name, wanted.is_binary, written(y)
+
 
 def describe(name: str, versions: Sequence[str], signature: Signature) -> dict[str, Any]:
-    """A model's metadata."""
+    """A model's metadata; outputs whose last axis is classes with names have them as a parameter `labels`."""
 
     def described(specs: tuple[TensorSpec, ...]) -> list[dict[str, Any]]:
-        return [{"name": spec.name, "datatype": spec.datatype, "shape": spec.sizes} for spec in specs]
+        found = [{"name": spec.name, "datatype": spec.datatype, "shape": spec.sizes} for spec in specs]
+        named = [{"parameters": {"labels": list(spec.labels)}} if spec.labels else {} for spec in specs]
+        return [one | labels for one, labels in zip(found, named, strict=True)]
 
     return {
         "name": name,
@@ -53,7 +91,7 @@ def describe(name: str, versions: Sequence[str], signature: Signature) -> dict[s
 def request_of(
     given: Mapping[str, Value],
     signature: Signature,
-    wanted: Mapping[str, bool],
+    wanted: Mapping[str, Wanted],
     identifier: str | None,
     timeout: float | None,
     binary: bool,
@@ -64,13 +102,18 @@ def request_of(
     """
     signature.check_names(list(given))
     texts = next((value for value in given.values() if isinstance(value, list)), None)
-    known = [spec.name for spec in signature.outputs_for(texts is not None)]
-    for name in wanted:
+    known = {spec.name: spec for spec in signature.outputs_for(texts is not None)}
+    for name, how in wanted.items():
         if name not in known:
             expected = ", ".join(map(repr, known))
             raise Refusal(400, f"outputs: expected {'some of ' * (len(known) > 1)}{expected}, got {name!r:.80}")
+        if how.classes and (known[name].dtype in (None, torch.bool) or len(known[name].shape) != 1):
+            shape = f"{known[name].datatype} {known[name].described_shape}"
+            raise Refusal(400, f"{name}: classification needs numbers of shape [samples, classes], not {shape}")
     tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
-    return Request(texts if texts is not None else tensors, identifier, wanted or dict.fromkeys(known, binary), timeout)
+    named = {name: replace(how, labels=known[name].labels) for name, how in wanted.items()}
+    outputs = named or dict.fromkeys(known, Wanted(binary))
+    return Request(texts if texts is not None else tensors, identifier, outputs, timeout)
 
 
 def decode(body: bytes, header_length: str | None, signature: Signature) -> Request:
@@ -102,18 +145,17 @@ def decode(body: bytes, header_length: str | None, signature: Signature) -> Requ
     return request_of(given, signature, _wanted(header, binary), identifier, seconds, binary)
 
 
-def encode(answer: Tensors, request: Request, name: str, version: str) -> tuple[bytes, dict[str, str]]:
+def encode(answer: Answer, request: Request, name: str, version: str) -> tuple[bytes, dict[str, str]]:
     """The body of an answer and its headers."""
     outputs: list[dict[str, Any]] = []
     behind: list[bytes] = []
-    for output, binary in request.outputs.items():
-        y = answer[output]
-        described: dict[str, Any] = {"name": output, "datatype": DATATYPES[y.dtype], "shape": list(y.shape)}
+    for output, binary, y in request.written(answer):
+        described: dict[str, Any] = {"name": output, "datatype": y.datatype, "shape": y.shape}
         if binary:
-            behind.append(to_bytes(y))
+            behind.append(y.raw())
             described["parameters"] = {"binary_data_size": len(behind[-1])}
         else:
-            described["data"] = y.flatten().tolist()
+            described["data"] = y.flat()
         outputs.append(described)
     message: dict[str, Any] = {"model_name": name, "model_version": version, "outputs": outputs}
     if request.id is not None:
@@ -161,23 +203,33 @@ def _inputs(header: dict[str, Any], raw: memoryview, signature: Signature) -> di
     return found
 
 
-def _wanted(header: dict[str, Any], binary: bool) -> dict[str, bool]:
-    """The outputs that a request names, and whether each comes in binary."""
+def _wanted(header: dict[str, Any], binary: bool) -> dict[str, Wanted]:
+    """The outputs that a request names, and how each comes."""
     outputs = header.get("outputs")
     if outputs is None:
         return {}
     if not isinstance(outputs, list) or not all(isinstance(output, dict) for output in outputs):
         raise Refusal(400, f"outputs: expected a list of tensors, got {outputs!r:.80}")
-    found: dict[str, bool] = {}
+    found: dict[str, Wanted] = {}
     for output in outputs:
         name = output.get("name")
         if not isinstance(name, str) or name in found:
             raise Refusal(400, f"outputs: expected different names, got {name!r:.80}")
         parameters = _parameters(output, name)
-        if unknown := parameters.keys() - {"binary_data"}:
-            raise Refusal(400, f"{name:.80}: expected no parameter but binary_data, got {min(unknown)!r:.80}")
-        found[name] = bool(parameters.get("binary_data", binary))
+        if unknown := parameters.keys() - {"binary_data", "classification"}:
+            known = "binary_data or classification"
+            raise Refusal(400, f"{name:.80}: expected no parameter but {known}, got {min(unknown)!r:.80}")
+        is_binary = bool(parameters.get("binary_data", binary))
+        classes = check_classes(name, parameters["classification"]) if "classification" in parameters else 0
+        found[name] = Wanted(is_binary, classes)
     return found
+
+
+def check_classes(name: str, count: object) -> int:
+    """How many classes of an output are wanted; a `Refusal` if that is no count."""
+    if type(count) is not int or count < 1:
+        raise Refusal(400, f"{name:.80}: expected a classification of 1 or more classes, got {count!r:.80}")
+    return count
 
 
 def _parameters(holder: dict[str, Any], name: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from crystallite.serving.logs import Entry, current, server_log
 from crystallite.serving.protocol import Request
 from crystallite.serving.refusal import CLIENT_LEFT, Refusal
 from crystallite.serving.service import Service
-from crystallite.serving.signature import Tensors
+from crystallite.serving.signature import Answer
 from crystallite.serving.tracing import span_of_request
 
 __all__ = ["RequestGuard"]
@@ -37,7 +37,7 @@ class RequestGuard:
         if self._expected is not None and not hmac.compare_digest(given, self._expected):
             raise Refusal(401, "expected the service's token: Authorization: Bearer …")
 
-    async def answer(self, entry: Entry, asked: Request, model: str, version: str | None) -> tuple[Tensors, str]:
+    async def answer(self, entry: Entry, asked: Request, model: str, version: str | None) -> tuple[Answer, str]:
         """The model's answer and the version that gave it."""
         entry.samples = asked.samples
         if entry.given_id is None:

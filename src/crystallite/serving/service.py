@@ -28,7 +28,7 @@ from crystallite.serving.metrics import Metrics
 from crystallite.serving.model import CutModel, ServedModel, Source, sources_of
 from crystallite.serving.ray_engine import ray_opener
 from crystallite.serving.refusal import Refusal, not_opened
-from crystallite.serving.signature import Given, Signature, Tensors
+from crystallite.serving.signature import Answer, Given, Signature
 
 __all__ = ["Service"]
 
@@ -174,7 +174,7 @@ class Service:
         model: str | None = None,
         timeout: float | None = None,
         **inputs: Array,
-    ) -> Tensor | dict[str, Tensor]:
+    ) -> Tensor | dict[str, Tensor | list[str]]:
         """The model's answer for a batch of samples, through both tiers and without a network.
 
         May be called from many threads: their samples are computed together. A bad input, a full queue or a passed
@@ -188,7 +188,7 @@ class Service:
             inputs: by name, as keywords.
 
         Returns:
-            The output, or the outputs by name where there are several.
+            The output, or the outputs by name where there are several; the names of classes are strings.
 
         Raises:
             Refusal: the model does not take these inputs, the queue is full, or the time is over.
@@ -198,11 +198,12 @@ class Service:
         name = self._names[0] if model is None else model
         given = _given(x, inputs, self.model(name).signature)
         answer = self.run(self.answered(name, given, timeout))[0]
-        return next(iter(answer.values())) if len(answer) == 1 else dict(answer)
+        only = next(iter(answer.values()))
+        return only if len(answer) == 1 and isinstance(only, Tensor) else dict(answer)
 
     async def answered(
         self, name: str, given: Given, timeout: float | None = None, version: str | None = None
-    ) -> tuple[Tensors, str]:
+    ) -> tuple[Answer, str]:
         """The answer for some samples and the version that gave it.
 
         The version is chosen where it takes the request, so that none is lost to one that is being replaced.

@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from crystallite.serving.refusal import Refusal
 
-__all__ = ["BYTES", "DATATYPES", "INPUT", "OUTPUT", "Axis", "Given", "Signature", "TensorSpec", "Tensors"]
+__all__ = [
+    "BYTES",
+    "DATATYPES",
+    "INPUT",
+    "OUTPUT",
+    "Answer",
+    "Axis",
+    "Given",
+    "Signature",
+    "TensorSpec",
+    "Tensors",
+    "named_classes",
+]
 
 Tensors = Mapping[str, Tensor]
 Given = Tensors | list[str]  # tensors by name, or texts
+Answer = Mapping[str, Tensor | list[str]]  # outputs by name, strings in the place of BYTES
 Axis = int | str  # a size, or the name of a free axis: axes of one name have one size in a request
 INPUT, OUTPUT = "input", "output"  # of a model that takes one tensor, or returns one, and has no name for it
 BYTES = "BYTES"
@@ -38,6 +52,7 @@ class TensorSpec:
     shape: tuple[Axis, ...]  # of one sample
     optional: bool = False
     below: int | None = None  # integers must stay below it, and not be negative
+    labels: tuple[str, ...] = ()  # of an output whose last axis is classes with names
 
     @property
     def datatype(self) -> str:
@@ -138,6 +153,22 @@ class Signature:
             yield f"takes {spec}{''.join(text for axis, text in longest.items() if axis in spec.shape)}"
         for spec in (*self.outputs, *self.text_outputs):
             yield f"returns {spec}"
+
+
+def named_classes(signature: Signature, config: Any) -> Signature:
+    """With the names of classes that the config of a transformers model has (`id2label`), beside its logits.
+
+    A config that names none counts them: LABEL_0, LABEL_1, … Those are no names.
+    """
+    known = getattr(config, "id2label", None) or {}
+    labels = tuple(str(known.get(place, "")) for place in range(len(known)))
+    if not all(labels) or labels == tuple(f"LABEL_{place}" for place in range(len(known))):
+        return signature
+    outputs = (
+        replace(spec, labels=labels) if spec.name == "logits" and spec.shape[-1:] == (len(labels),) else spec
+        for spec in signature.outputs
+    )
+    return replace(signature, outputs=tuple(outputs))
 
 
 def _check_values(spec: TensorSpec, x: Tensor) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,9 +13,9 @@ import torch
 from torch import Tensor
 
 from crystallite.serving.refusal import Refusal
-from crystallite.serving.signature import Signature, TensorSpec
+from crystallite.serving.signature import BYTES, DATATYPES, Signature, TensorSpec
 
-__all__ = ["Value", "checked_spec", "from_bytes", "from_json", "strings", "to_bytes"]
+__all__ = ["Value", "Written", "checked_spec", "classified", "from_bytes", "from_json", "strings", "written"]
 
 Value = Tensor | list[str]  # strings in the place of BYTES
 _MOST_DIMENSIONS = 32
@@ -46,9 +47,43 @@ def from_bytes(raw: bytes, spec: TensorSpec, shape: list[int]) -> Value:
     return torch.frombuffer(bytearray(raw), dtype=spec.dtype).reshape(shape)
 
 
-def to_bytes(y: Tensor) -> bytes:
-    """The numbers of a tensor, row by row."""
-    return y.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+@dataclass(frozen=True)
+class Written:
+    """A tensor of an answer as both protocols write it."""
+
+    datatype: str
+    shape: list[int]
+    values: Value  # of strings all, row by row
+
+    def flat(self) -> list[Any]:
+        """Numbers or strings, row by row."""
+        return self.values if isinstance(self.values, list) else self.values.flatten().tolist()
+
+    def raw(self) -> bytes:
+        """The same in binary."""
+        if isinstance(self.values, list):
+            encoded = [text.encode() for text in self.values]
+            return b"".join(_LENGTH.pack(len(text)) + text for text in encoded)
+        return self.values.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def written(value: Value) -> Written:
+    """One output; strings are one for each sample."""
+    if isinstance(value, list):
+        return Written(BYTES, [len(value)], value)
+    return Written(DATATYPES[value.dtype], list(value.shape), value)
+
+
+def classified(y: Tensor, count: int, labels: Sequence[str]) -> Written:
+    """The largest entries of each row as Triton's clients read them: "entry:place", and ":label" where it has a name.
+
+    >>> classified(torch.tensor([[1.0, 5.0, 10.0, 4.0]]), 2, ("cat", "dog", "apple", "pear")).values
+    ['10.000000:2:apple', '5.000000:1:dog']
+    """
+    largest = y.topk(min(count, y.shape[-1]))  # (samples, count)
+    pairs = zip(largest.values.flatten().tolist(), largest.indices.flatten().tolist(), strict=True)
+    texts = [f"{value:f}:{place}" + (f":{labels[place]}" if labels else "") for value, place in pairs]
+    return Written(BYTES, list(largest.values.shape), texts)
 
 
 def strings(content: Sequence[bytes], spec: TensorSpec, shape: list[int]) -> list[str]:

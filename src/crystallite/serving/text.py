@@ -15,11 +15,11 @@ from torch.nn import functional as F
 from crystallite.core.errors import CheckpointError
 from crystallite.data.text import has_tokenizer, open_tokenizer
 from crystallite.serving.refusal import Refusal
-from crystallite.serving.signature import Signature, Tensors, TensorSpec
+from crystallite.serving.signature import Answer, Signature, Tensors, TensorSpec
 
 __all__ = ["TextReader", "TextRules", "text_rules"]
 
-TEXT, EMBEDDING, PROBABILITIES = "text", "embedding", "probabilities"
+TEXT, EMBEDDING, PROBABILITIES, LABEL = "text", "embedding", "probabilities", "label"
 _POOLING = {
     "pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "first", "pooling_mode_max_tokens": "max",
     "pooling_mode_mean_sqrt_len_tokens": "root", "pooling_mode_lasttoken": "last",
@@ -38,15 +38,18 @@ class TextRules:
     pooling: str = "mean"  # of tokens into an embedding
     normalized: bool = False
     activation: str = ""  # of logits into probabilities: "softmax", "sigmoid" or "none"; "": there are no logits
+    labels: tuple[str, ...] = ()  # of classes that exclude each other, where they have names
 
     @property
     def spec(self) -> TensorSpec:
         return TensorSpec(TEXT, None, ())
 
-    def output(self, signature: Signature) -> TensorSpec:
+    def outputs(self, signature: Signature) -> tuple[TensorSpec, ...]:
         """What texts are answered with."""
         (source,) = (spec for spec in signature.outputs if spec.name == self.source)
-        return TensorSpec(PROBABILITIES if self.activation else EMBEDDING, torch.float32, source.shape[-1:])
+        kind = PROBABILITIES if self.activation else EMBEDDING
+        found = TensorSpec(kind, torch.float32, source.shape[-1:], labels=source.labels)
+        return (found, TensorSpec(LABEL, None, ())) if self.labels else (found,)
 
     @property
     def source(self) -> str:
@@ -69,7 +72,9 @@ def text_rules(folder: Path, signature: Signature, config: Any) -> TextRules | N
     takes = tuple(name for name in ("input_ids", "attention_mask", "token_type_ids") if name in inputs)
     most = signature.longest.get(str(inputs["input_ids"].shape[0]))
     if len(outputs.get("logits", ())) == 1:
-        return TextRules(folder, takes, most, activation=_activation(config))
+        activation = _activation(config)
+        (labels,) = (spec.labels for spec in signature.outputs if spec.name == "logits")
+        return TextRules(folder, takes, most, activation=activation, labels=labels if activation == "softmax" else ())
     if len(outputs.get("last_hidden_state", ())) != 2:
         return None
     found = _of_sentence_transformers(folder)
@@ -148,11 +153,14 @@ class TextReader:
             if name in rows
         }
 
-    def answer(self, answer: Tensors, given: Tensors) -> Tensors:
-        """The embeddings or probabilities in an answer."""
+    def answer(self, answer: Tensors, given: Tensors) -> Answer:
+        """The embeddings or probabilities in an answer, and the names of the most likely classes."""
         found = answer[self.rules.source].float()
         if self.rules.activation:
-            return {PROBABILITIES: _activated(found, self.rules.activation)}
+            probabilities = {PROBABILITIES: _activated(found, self.rules.activation)}
+            if not self.rules.labels:
+                return probabilities
+            return {**probabilities, LABEL: [self.rules.labels[place] for place in found.argmax(-1).tolist()]}
         mask = given.get("attention_mask")
         counted = torch.ones(found.shape[:2]) if mask is None else mask.float()
         pooled = _pooled(found, counted, self.rules.pooling)

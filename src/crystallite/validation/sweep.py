@@ -145,7 +145,8 @@ class Sweep:
             found += [f"{p.macs_share:.0%}", value, agreed, f"{p.cosine:.4f}", f"{p.mean_deviation:.3g}"]
             rows.append([*found, f"{p.deviation:.3g}", "yes" if p.passed else "no"])
         before = f", {self.metric} of the original {self.original:.4g}" if self.metric else ""
-        lines = [f"{len(self.points)} levels on {self.samples} samples{before}", *text_table(rows), ""]
+        lines = [f"{len(self.points)} levels on {self.samples} samples{before}; of several outputs, the worst"]
+        lines += [*text_table(rows), ""]
         inert = [p.name for p in self.points if p.by_band_alone]
         if inert:
             lines.append(f"Levels that change nothing, kept by the random-walk band alone: {', '.join(inert)}.")

@@ -86,12 +86,14 @@ def _numbered(layers: dict[str, Layer]) -> list[LayerChain]:
             by_stem.setdefault(match["stem"], []).append((int(match["number"]), layer))
     found = []
     for stem, numbered in by_stem.items():
-        members = [layer for _, layer in sorted(numbered, key=lambda pair: pair[0])]
+        numbered.sort(key=lambda pair: pair[0])
+        members = [layer for _, layer in numbered]
         fits = all(after.cols == before.rows for before, after in pairwise(members))
         if len(members) < 2 or not fits or len({(layer.rows, layer.cols) for layer in members}) == 1:
             continue
         writes = (0, *range(2, len(members) + 1))
-        name = stem.rstrip("._") or "network"
+        apart = stem.rpartition(".")[2]  # "lin" of lin1 and lin2, which is no module
+        name = f"{members[0].name}…{numbered[-1][0]}" if apart else stem.rstrip(".") or "network"
         found.append(LayerChain(name, tuple(members), writes, (1, *writes[:-1])))
     return found
 
