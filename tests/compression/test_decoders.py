@@ -5,7 +5,10 @@ import os
 import signal
 import subprocess
 import sys
+import sysconfig
 import time
+import venv
+from pathlib import Path
 
 import pytest
 import torch
@@ -139,19 +142,42 @@ def test_the_error_in_the_record_is_that_of_the_layer(name):
     assert found == pytest.approx(expected, rel=0.02)
 
 
+@pytest.fixture
+def python_without_crystallite(tmp_path):
+    """An environment with all that this one has, but not crystallite, however it is installed here."""
+    venv.create(tmp_path / "env", symlinks=True)
+    packages = tmp_path / "packages"
+    packages.mkdir()
+    for place in (path for path in map(Path, sys.path) if path.name in ("site-packages", "dist-packages")):
+        for entry in place.iterdir() if place.is_dir() else ():
+            link = packages / entry.name
+            if "crystallite" not in entry.name.lower() and entry.suffix != ".pth" and not link.exists():
+                link.symlink_to(entry)
+    paths = {"base": str(tmp_path / "env"), "platbase": str(tmp_path / "env")}
+    Path(sysconfig.get_path("purelib", vars=paths), "packages.pth").write_text(str(packages))
+    return tmp_path / "env" / "bin" / "python"
+
+
 @pytest.mark.parametrize("form", ["any", "dense", "uniform"])
-def test_results_write_text_in_a_fresh_process_and_uniform_ones_without_crystallite(form, tmp_path):
+def test_results_write_text_in_a_fresh_process_and_uniform_ones_without_crystallite(form, tmp_path, request):
     model, x = model_of("Llama"), torch.arange(1, 9)[None]
     small = cx.compress(model, batches(), budget=0.7, form=form)
     cx.save(small, tmp_path / "small")
-    first = "sys.modules['crystallite'] = None  # as where it is not installed" if form == "uniform" else ""
+    if form == "uniform":
+        python = [request.getfixturevalue("python_without_crystallite"), "-I"]
+        tried = [*python, "-c", "import transformers, crystallite"]
+        refused = subprocess.run(tried, capture_output=True, text=True)
+        assert refused.stderr.endswith("ModuleNotFoundError: No module named 'crystallite'\n")
+    else:
+        python = [sys.executable]
     code = (
-        f"import sys\n{first or 'import crystallite'}\nimport torch, transformers\n"
+        f"import sys\n{'' if form == 'uniform' else 'import crystallite'}\nimport torch, transformers\n"
         "model, x = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1]), torch.arange(1, 9)[None]\n"
         "print(model.config.intermediate_size, float(model(x).logits.double().sum()))\n"
         "print(*model.generate(x, max_new_tokens=8, do_sample=False, pad_token_id=0)[0].tolist())"
     )
-    ran = subprocess.run([sys.executable, "-c", code, tmp_path / "small"], capture_output=True, text=True, check=True)
+    ran = subprocess.run([*python, "-c", code, tmp_path / "small"], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
     sizes, written = ran.stdout.splitlines()
     width, total = sizes.split()
     if form == "uniform":
