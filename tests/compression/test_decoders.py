@@ -112,6 +112,17 @@ def test_neurons_that_do_nothing_go_and_nothing_is_lost():
     assert float((found - expected).norm() / expected.norm()) < 2e-2
 
 
+def test_a_width_that_all_layers_share_leaves_little_of_the_budget_over():
+    config = transformers.LlamaConfig(**SMALL, intermediate_size=768, num_key_value_heads=2)
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config).eval()
+    for budget in (0.9, 0.75):
+        small = cx.compress(model, batches(), budget=budget, form="uniform")
+        before, after = cx.summary(small).macs
+        assert budget * before - 3 * 3 * 48 * 8 < after <= budget * before  # less than one step of 8 neurons
+        assert small.config.intermediate_size % 8 == 0
+
+
 @pytest.mark.parametrize("name", ["Llama", "GPT2"])  # without biases and with them
 def test_the_error_in_the_record_is_that_of_the_layer(name):
     model, x = model_of(name), tokens(12)
@@ -400,6 +411,8 @@ def test_what_elimination_order_is_what_the_weights_lose():
         assert sorted(order[:size].tolist()) == kept.tolist()
         lost = weight - found
         assert costs[size] == pytest.approx(float(((lost @ regression.metric) * lost).sum()), rel=1e-6, abs=1e-9)
+    for size, (kept, _) in eliminate(regression, range(12, 3, -1), places).items():  # and in order between those sizes
+        assert sorted(order[:size].tolist()) == kept.tolist()
 
 
 @pytest.mark.parametrize("width", [1, 2])
