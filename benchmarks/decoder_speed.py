@@ -14,6 +14,7 @@ import argparse
 import math
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 
 import crystallite as cx
 from benchmarks.decoder_tasks import WINDOW, default_model, open_decoder, read_texts
-from benchmarks.decoders import mixed_calibration, whole_share
+from benchmarks.decoders import mixed_calibration, own_windows, whole_share
 from benchmarks.timing import show, store, stored
 
 PART = "decoder_speed"
@@ -41,7 +42,8 @@ def make(folder: Path, shares: list[float], forms: list[str], tokens: int, path:
         missing = [share for share, name in names.items() if not (folder / name).exists()]
         if missing:
             windows = read_texts(tokenizer, ["political essays"], [], tokens, WINDOW, 0).calibration
-            batches = [{"input_ids": some} for some in mixed_calibration(model, windows, 0).split(4)]
+            mixed = mixed_calibration(windows, [partial(own_windows, model, 0)])
+            batches = [{"input_ids": some} for some in mixed.split(4)]
             budgets = [whole_share(model, share) for share in missing]
             for share, small in zip(missing, cx.compress(model, batches, budget=budgets, form=form), strict=True):
                 cx.save(small, folder / names[share])

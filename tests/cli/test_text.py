@@ -4,10 +4,13 @@ import json
 
 import numpy as np
 import pytest
+import torch
 
+import crystallite as cx
 from crystallite.cli.main import main
+from crystallite.data.calibration import Calibration
 from crystallite.models.manifest import read_manifest
-from tests.helpers.text_models import language_model, prose
+from tests.helpers.text_models import language_model, prose, word_tokenizer
 
 
 @pytest.fixture
@@ -64,6 +67,25 @@ def test_an_encoder_is_fitted_to_general_text_as_well(folder, capsys, monkeypatc
     np.savez(folder / "a.npz", input_ids=np.ones((4, 8), np.int64))
     assert main([*words.replace("a.txt", "a.npz").replace("small", "none").replace("--length 16", "").split()]) == 2
     assert "--general-text takes turns with text, and a.npz holds arrays" in capsys.readouterr().err
+
+
+def test_a_decoder_is_fitted_to_general_text_and_to_its_own_as_well(folder, capsys, monkeypatch):
+    monkeypatch.setattr("crystallite.data.files.general_text", lambda: "w7 " * 800)
+    taken = []
+
+    def take(data, *_):
+        taken.extend(batch["input_ids"] for batch in data)
+        raise cx.InvalidOption("that is all")
+
+    monkeypatch.setattr(Calibration, "read", take)
+    words = "compress model --out small --budget 0.8 --calibration a.txt --length 16 --tokens 1024 --own-text 512"
+    assert main([*words.split(), "--general-text"]) == 2
+    assert "a.txt, 1 text: 64 windows of 16 tokens" in capsys.readouterr().err
+    windows = torch.cat(taken)
+    general = (windows == word_tokenizer()("w7")["input_ids"][0]).all(1)
+    given = torch.tensor(word_tokenizer()(prose(2000))["input_ids"])
+    theirs = torch.tensor([bool((given.unfold(0, 16, 1) == window).all(1).any()) for window in windows])
+    assert (len(windows), int(general.sum()), int(theirs.sum())) == (96, 32, 32)
 
 
 def test_an_encoder_is_upgraded_with_paragraphs(folder, capsys):

@@ -5,7 +5,10 @@ import os
 import signal
 import subprocess
 import sys
+import sysconfig
 import time
+import venv
+from pathlib import Path
 
 import pytest
 import torch
@@ -109,6 +112,17 @@ def test_neurons_that_do_nothing_go_and_nothing_is_lost():
     assert float((found - expected).norm() / expected.norm()) < 2e-2
 
 
+def test_a_width_that_all_layers_share_leaves_little_of_the_budget_over():
+    config = transformers.LlamaConfig(**SMALL, intermediate_size=768, num_key_value_heads=2)
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config).eval()
+    for budget in (0.9, 0.75):
+        small = cx.compress(model, batches(), budget=budget, form="uniform")
+        before, after = cx.summary(small).macs
+        assert budget * before - 3 * 3 * 48 * 8 < after <= budget * before  # less than one step of 8 neurons
+        assert small.config.intermediate_size % 8 == 0
+
+
 @pytest.mark.parametrize("name", ["Llama", "GPT2"])  # without biases and with them
 def test_the_error_in_the_record_is_that_of_the_layer(name):
     model, x = model_of(name), tokens(12)
@@ -139,19 +153,42 @@ def test_the_error_in_the_record_is_that_of_the_layer(name):
     assert found == pytest.approx(expected, rel=0.02)
 
 
+@pytest.fixture
+def python_without_crystallite(tmp_path):
+    """An environment with all that this one has, but not crystallite, however it is installed here."""
+    venv.create(tmp_path / "env", symlinks=True)
+    packages = tmp_path / "packages"
+    packages.mkdir()
+    for place in (path for path in map(Path, sys.path) if path.name in ("site-packages", "dist-packages")):
+        for entry in place.iterdir() if place.is_dir() else ():
+            link = packages / entry.name
+            if "crystallite" not in entry.name.lower() and entry.suffix != ".pth" and not link.exists():
+                link.symlink_to(entry)
+    paths = {"base": str(tmp_path / "env"), "platbase": str(tmp_path / "env")}
+    Path(sysconfig.get_path("purelib", vars=paths), "packages.pth").write_text(str(packages))
+    return tmp_path / "env" / "bin" / "python"
+
+
 @pytest.mark.parametrize("form", ["any", "dense", "uniform"])
-def test_results_write_text_in_a_fresh_process_and_uniform_ones_without_crystallite(form, tmp_path):
+def test_results_write_text_in_a_fresh_process_and_uniform_ones_without_crystallite(form, tmp_path, request):
     model, x = model_of("Llama"), torch.arange(1, 9)[None]
     small = cx.compress(model, batches(), budget=0.7, form=form)
     cx.save(small, tmp_path / "small")
-    first = "sys.modules['crystallite'] = None  # as where it is not installed" if form == "uniform" else ""
+    if form == "uniform":
+        python = [request.getfixturevalue("python_without_crystallite"), "-I"]
+        tried = [*python, "-c", "import transformers, crystallite"]
+        refused = subprocess.run(tried, capture_output=True, text=True)
+        assert refused.stderr.endswith("ModuleNotFoundError: No module named 'crystallite'\n")
+    else:
+        python = [sys.executable]
     code = (
-        f"import sys\n{first or 'import crystallite'}\nimport torch, transformers\n"
+        f"import sys\n{'' if form == 'uniform' else 'import crystallite'}\nimport torch, transformers\n"
         "model, x = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1]), torch.arange(1, 9)[None]\n"
         "print(model.config.intermediate_size, float(model(x).logits.double().sum()))\n"
         "print(*model.generate(x, max_new_tokens=8, do_sample=False, pad_token_id=0)[0].tolist())"
     )
-    ran = subprocess.run([sys.executable, "-c", code, tmp_path / "small"], capture_output=True, text=True, check=True)
+    ran = subprocess.run([*python, "-c", code, tmp_path / "small"], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
     sizes, written = ran.stdout.splitlines()
     width, total = sizes.split()
     if form == "uniform":
@@ -374,6 +411,8 @@ def test_what_elimination_order_is_what_the_weights_lose():
         assert sorted(order[:size].tolist()) == kept.tolist()
         lost = weight - found
         assert costs[size] == pytest.approx(float(((lost @ regression.metric) * lost).sum()), rel=1e-6, abs=1e-9)
+    for size, (kept, _) in eliminate(regression, range(12, 3, -1), places).items():  # and in order between those sizes
+        assert sorted(order[:size].tolist()) == kept.tolist()
 
 
 @pytest.mark.parametrize("width", [1, 2])

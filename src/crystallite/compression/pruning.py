@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -189,7 +188,7 @@ def eliminate(
     inputs, device = len(regression.metric), regression.metric.device
     places = (torch.arange(inputs)[:, None] if places is None else places).to(device)
     found = dict[int, tuple[Tensor, Tensor]]()
-    for alive, others, (weight, columns), _ in _eliminated(regression, sizes, places):
+    for alive, _, others, (weight, columns), _ in _eliminated(regression, sizes, places):
         whole = torch.zeros_like(regression.weight)
         whole[:, torch.cat([places[alive].flatten(), others])] = weight[:, columns]
         found[len(alive)] = alive, whole
@@ -201,34 +200,33 @@ def elimination_order(
 ) -> tuple[Tensor, dict[int, float]]:
     """The neurons, those that stay longest first, and for each size what the best weight without the others costs.
 
-    See `eliminate`. Neurons that go between two sizes stand in the order of their numbers.
+    See `eliminate`.
     """
     places = places.to(regression.metric.device)
-    left, costs = [], {}
-    for alive, _, _, cost in _eliminated(regression, sizes, places):
-        left.append(alive.cpu())
-        costs[len(alive)] = cost
-    order = [left[-1]]
-    for fewer, more in pairwise(reversed(left)):
-        order.append(more[~torch.isin(more, fewer)])
-    return torch.cat(order), costs
+    went, costs, left = [], {}, places
+    for alive, gone, *_, cost in _eliminated(regression, sizes, places):
+        went.append(gone)
+        costs[len(alive)], left = cost, alive
+    return torch.cat([left, torch.cat(went).flip(0)]).cpu(), costs
 
 
 def _eliminated(
     regression: Regression | Weighed, sizes: Sequence[int], places: Tensor
-) -> Iterator[tuple[Tensor, Tensor, tuple[Tensor, Tensor], float]]:
-    """Neurons that are left, inputs that are none, the weight and its columns for both, and what it costs; largest
-    first. The weight changes afterwards."""
+) -> Iterator[tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor], float]]:
+    """Neurons that are left, those that have gone since the last size, inputs that are none, the weight and its columns
+    for what is left, and what it costs; largest first. The weight changes afterwards."""
     inputs, device, count = len(regression.metric), regression.metric.device, len(places)
     others = torch.ones(inputs, dtype=torch.bool, device=device).index_fill_(0, places.flatten(), False).nonzero()[:, 0]
     weight, cost = regression.weight.clone(), 0.0
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(regression.metric))
     alive, at, rest = torch.arange(count, device=device), places, others  # where inputs stand in both matrices
     for size in sorted(set(sizes), reverse=True):
+        went = [alive[:0]]
         while len(alive) > size:
             worth = _costs(weight, inverse, at).argsort(stable=True)
             portion = min(max(1, int(count * _PORTION)), len(alive) - size)
             gone, stay = at[worth[:portion]].flatten(), worth[portion:].sort().values
+            went.append(alive[worth[:portion]])
             rows, lost = inverse.index_select(0, gone), weight.index_select(1, gone)
             side, back = torch.linalg.solve(rows[:, gone], torch.cat([rows, lost.T], 1)).split(
                 [len(inverse), len(lost)], 1
@@ -241,7 +239,7 @@ def _eliminated(
                 left = torch.cat([at.flatten(), rest]).sort().values
                 weight, inverse = weight.index_select(1, left), _packed_(inverse, left)
                 at, rest = torch.searchsorted(left, at), torch.searchsorted(left, rest)
-        yield alive, others, (weight, torch.cat([at.flatten(), rest])), cost
+        yield alive, torch.cat(went), others, (weight, torch.cat([at.flatten(), rest])), cost
 
 
 def _packed_(square: Tensor, left: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ def own_text(model: nn.Module, tokens: int, *, length: int = 512, seed: int = 0)
 
     Every piece begins with a token by chance and goes on with tokens drawn from what the model predicts. What the model
     can do shows in it, whatever texts the user has: fitted to a mixture of both, a decoder holds on other kinds of text
-    (docs/compression.md has the figures).
+    (docs/language_models.md has the figures).
 
     Args:
         model: the model.

@@ -38,6 +38,7 @@ from crystallite.statistics.moments import Moments
 __all__ = ["CHUNK", "DecoderFit", "DecoderOptions", "OutOfReach", "as_tokens", "fit_decoder"]
 
 CHUNK = 2048  # positions that are run at once
+_SHARED_STEP = 8  # neurons, where all layers have as many: what processors multiply at once
 
 
 class OutOfReach(InvalidOption):
@@ -170,7 +171,10 @@ class DecoderFit:
         joined: dict[str, list[SizeCurve]] = {}
         for name, joint in names.items():
             joined.setdefault(joint, []).append(curves[name])
-        chosen = share_out({name: SizeCurve.sum(some) for name, some in joined.items()}, total, limit)
+        summed = {name: SizeCurve.sum(some) for name, some in joined.items()}
+        if self.form == "uniform":  # a step is one of all layers at once: that of a single layer would leave much over
+            summed = {name: curve.finer(_SHARED_STEP) for name, curve in summed.items()}
+        chosen = share_out(summed, total, limit)
         found: list[dict[str, int]] = [{} for _ in probes]
         for name in curves:
             layer, _, key = name.partition(" ")

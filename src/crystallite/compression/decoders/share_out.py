@@ -6,6 +6,8 @@ import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from crystallite.core.errors import InvalidOption
 
 __all__ = ["SizeCurve", "share_out"]
@@ -28,6 +30,18 @@ class SizeCurve:
             for side in ("errors", "weights")
         )
         return cls(sizes, errors, weights)
+
+    def finer(self, step: int) -> SizeCurve:
+        """The same with all multiples of a step between the smallest and the largest size, on straight lines.
+
+        >>> SizeCurve((6, 2), (0.0, 1.0), (60.0, 20.0)).finer(4)
+        SizeCurve(sizes=(6, 4, 2), errors=(0.0, 0.5, 1.0), weights=(60.0, 40.0, 20.0))
+        """
+        sizes = sorted({*self.sizes, *range(-(-self.sizes[-1] // step) * step, self.sizes[0], step)}, reverse=True)
+        errors, weights = (
+            tuple(np.interp(sizes, self.sizes[::-1], side[::-1]).tolist()) for side in (self.errors, self.weights)
+        )
+        return SizeCurve(tuple(sizes), errors, weights)
 
 
 def share_out(curves: Mapping[str, SizeCurve], total: float, limit: float) -> dict[str, int]:
