@@ -27,6 +27,7 @@ from crystallite.compression.decoders.token_tables import HeadSums, Tables, fit_
 from crystallite.compression.decoders.workspace import Workspace
 from crystallite.compression.whole_cost import NOT_ASKED
 from crystallite.core.errors import InvalidOption
+from crystallite.core.free_memory import give_back
 from crystallite.core.suggest import matching
 from crystallite.data.batch import Batch
 from crystallite.data.calibration import Calibration
@@ -103,6 +104,7 @@ class DecoderFit:
         key = (type(layer), shapes, keep)
         if key not in self._parts:
             self._parts[key] = find_parts(self.stack, self.layers.read(number), self.example, self.form, keep)
+            give_back()
         return self._parts[key]
 
     def check(self, total: float, saved: float, limits: Mapping[float, float]) -> None:
@@ -137,6 +139,7 @@ class DecoderFit:
                 bar.update()
             for number in range(known - 1, -1, -1):
                 sums = ProbeSums.total(self.shares.each(Share.probe, number, parts))
+                give_back()  # activations: what follows needs room for large matrices
                 found = probe_of(self.layers.read(number), parts[number], sums)
                 work.put(f"probe-{number}", found.to_tensors())  # from here on, nothing above is needed
                 self.shares.each(Share.forget_probe, number)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from crystallite.compression.decoders.layer_parts import LayerParts, watching
 from crystallite.compression.decoders.stack import Call, Stack
 from crystallite.compression.heads import value_rotation
-from crystallite.compression.pruning import elimination_order
+from crystallite.compression.pruning import elimination_order_
 from crystallite.graph.neuron_groups import NeuronGroup
 from crystallite.statistics.layer_io import matrix_of
 from crystallite.statistics.moments import Moments
@@ -36,7 +36,7 @@ __all__ = [
     "weights_of",
 ]
 
-_POSITIONS = 128  # at once, where logits are computed
+_POSITIONS = 64  # at once, where logits are computed
 _RIDGE = 0.01
 _ROOT = 1e-3  # of the mean square of gradients, added in all directions
 
@@ -168,7 +168,7 @@ def probe_of(layer: nn.Module, parts: LayerParts, sums: ProbeSums) -> LayerProbe
         weighed = Weighed.spend(found, factors[name].T @ own_weight(layer.get_submodule(name)), _RIDGE)
         if group.inside_heads:
             weighed = rotated(weighed, group)[0]
-        order, errors = elimination_order(weighed, sizes_of(group), group.places)
+        order, errors = elimination_order_(weighed, sizes_of(group), group.places)
         del weighed  # what may be large
         each = weights_of(layer, group) / group.size
         costs[key] = _table((size, error / scale, size * each) for size, error in errors.items())
