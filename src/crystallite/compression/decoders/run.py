@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -38,7 +39,7 @@ from crystallite.statistics.moments import Moments
 
 __all__ = ["CHUNK", "DecoderFit", "DecoderOptions", "OutOfReach", "as_tokens", "fit_decoder"]
 
-CHUNK = 2048  # positions that are run at once
+CHUNK = 512  # positions that are run at once
 
 
 class OutOfReach(InvalidOption):
@@ -104,6 +105,7 @@ class DecoderFit:
         key = (type(layer), shapes, keep)
         if key not in self._parts:
             self._parts[key] = find_parts(self.stack, self.layers.read(number), self.example, self.form, keep)
+            gc.collect()  # graphs, and models in them, refer to themselves
             give_back()
         return self._parts[key]
 
@@ -143,6 +145,7 @@ class DecoderFit:
                 found = probe_of(self.layers.read(number), parts[number], sums)
                 work.put(f"probe-{number}", found.to_tensors())  # from here on, nothing above is needed
                 self.shares.each(Share.forget_probe, number)
+                give_back()
                 bar.update()
         return [replace(self._probed(n), factors={}) for n in numbers]
 
@@ -226,6 +229,7 @@ class DecoderFit:
     @torch.no_grad()
     def output_errors(self, results: int) -> list[float]:
         """Of the probabilities, on held-out data: see `output_error` of models; all streams are at their ends."""
+        give_back()
         found = {n: each for some in self.shares.each(Share.output_errors, results) for n, each in some.items()}
         errors = [[error for n in sorted(found) for error in found[n][result]] for result in range(results)]
         return [sum(some) / len(some) for some in errors]
