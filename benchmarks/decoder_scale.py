@@ -56,6 +56,7 @@ SIZES = {
     "135M": Size(30, 576, 1536, 9, 3, dtype="float32"),  # the shape of SmolLM2-135M
     "tenth": Size(3, 576, 1536, 9, 3, dtype="float32"),
     "1.5B, 2 layers": Size(2, 2048, 8192, 32, 8),  # what they hold and take is that of each layer
+    "360M, 3 layers": Size(3, 960, 2560, 15, 5),
     "360M": Size(32, 960, 2560, 15, 5),
     "1.5B": Size(20, 2048, 8192, 32, 8),
     "3B": Size(64, 2048, 5632, 32, 4, 32000),  # layers of TinyLlama's shape
@@ -115,9 +116,6 @@ def run(options: argparse.Namespace) -> None:
     rng = torch.Generator().manual_seed(1)
     tokens = torch.randint(1, config.vocab_size, (options.tokens // WINDOW, WINDOW), generator=rng)
     given = {"budget": options.share, "form": options.form, "memory": options.memory}
-    source = LayeredFolder.open(options.run)
-    asked = sum(memory_needed(Stack(source.model, source.name)).values())
-    del source
     before, start = _status("VmRSS"), time.process_time()
     profile = cProfile.Profile()
     if options.profile:
@@ -129,7 +127,9 @@ def run(options: argparse.Namespace) -> None:
     if options.profile:
         pstats.Stats(profile, stream=sys.stderr).sort_stats("tottime").print_stats(45)
     assert cx.__version__
-    print(json.dumps({"seconds": took, "imports": before, "peak": _status("VmHWM"), "asked": asked}))
+    peak, source = _status("VmHWM"), LayeredFolder.open(options.run)
+    asked = sum(memory_needed(Stack(source.model, source.name)).values())
+    print(json.dumps({"seconds": took, "imports": before, "peak": peak, "asked": asked}))
 
 
 def _status(name: str) -> int:

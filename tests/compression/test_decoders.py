@@ -19,12 +19,12 @@ from crystallite.compression.decoders.layer_parts import find_parts
 from crystallite.compression.decoders.sensitivity import probe_of
 from crystallite.compression.decoders.share_out import SizeCurve, share_out
 from crystallite.compression.decoders.stack import find_stack
-from crystallite.compression.pruning import eliminate, elimination_order
+from crystallite.compression.pruning import eliminate, elimination_order_
 from crystallite.data.batch import Batch
 from crystallite.models.familiarity import describe, known_inputs
 from crystallite.operators.linear import BlockLinear
 from crystallite.statistics.moments import Moments
-from crystallite.statistics.regression import Regression
+from crystallite.statistics.regression import Regression, Weighed
 
 transformers = pytest.importorskip("transformers")
 
@@ -71,6 +71,9 @@ def test_every_decoder_is_run_as_a_stack_and_knows_its_parts(name):
     assert kinds & {"values", "scores"}, parts.alone
     assert parts.adds == (name != "Gemma2")  # norms lie between its layers and the stream
     assert len(parts.readers) == 2
+    few, small = stack.with_few_tokens(batch.first(1))
+    assert len(few.model.get_input_embeddings().weight) == len(batch.first(1).named["input_ids"].unique())
+    assert torch.equal(few.begin(small)[0], stack.begin(batch.first(1))[0])
 
 
 @pytest.mark.parametrize(
@@ -406,13 +409,35 @@ def test_what_elimination_order_is_what_the_weights_lose():
     weight = torch.randn(5, 12, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     regression = Regression.of_layer(both, both, weight, None, 0.01)
     places = torch.arange(12)[:, None]
-    order, costs = elimination_order(regression, [12, 8, 3], places)
+    spent = Weighed(regression.weight.clone(), regression.metric.clone())
+    order, costs = elimination_order_(spent, [12, 8, 3], places)
     for size, (kept, found) in eliminate(regression, [12, 8, 3], places).items():
         assert sorted(order[:size].tolist()) == kept.tolist()
         lost = weight - found
         assert costs[size] == pytest.approx(float(((lost @ regression.metric) * lost).sum()), rel=1e-6, abs=1e-9)
     for size, (kept, _) in eliminate(regression, range(12, 3, -1), places).items():  # and in order between those sizes
         assert sorted(order[:size].tolist()) == kept.tolist()
+
+
+def test_elimination_takes_what_would_be_missed_least_each_time():
+    rng = torch.Generator().manual_seed(3)
+    square = torch.randn(40, 60, generator=rng, dtype=torch.float64)
+    weight, metric = torch.randn(7, 40, generator=rng, dtype=torch.float64), square @ square.T
+
+    def lost(kept):
+        others = weight @ metric[:, kept] @ torch.linalg.inv(metric[kept][:, kept])
+        change = weight.clone()
+        change[:, kept] -= others
+        return float(((change @ metric) * change).sum())
+
+    kept, expected = [*range(40)], {40: 0.0}
+    while len(kept) > 1:
+        kept.remove(min(kept, key=lambda one: lost([n for n in kept if n != one])))
+        expected[len(kept)] = lost(kept)
+    spent = Weighed(weight.clone(), metric.clone())
+    order, costs = elimination_order_(spent, range(40, 0, -1), torch.arange(40)[:, None])
+    assert order[0] == kept[0]
+    assert costs == pytest.approx(expected, rel=1e-6, abs=1e-9)
 
 
 @pytest.mark.parametrize("width", [1, 2])

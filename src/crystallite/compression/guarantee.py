@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import numpy as np
 import torch
-from scipy.stats import binom
+from scipy.special import bdtr
 from torch import Tensor, nn
 
 from crystallite.core.errors import InvalidOption
@@ -77,7 +77,7 @@ def p_value(mean: float, samples: int, tolerance: float) -> float:
     """
     observed = min(mean, tolerance)
     hoeffding = math.exp(-samples * _divergence(observed, tolerance))
-    bentkus = math.e * float(binom.cdf(math.ceil(samples * mean - 1e-9), samples, tolerance))
+    bentkus = math.e * float(bdtr(max(math.ceil(samples * mean - 1e-9), 0), samples, tolerance))
     return min(hoeffding, bentkus, 1.0)
 
 

@@ -26,11 +26,12 @@ from crystallite.graph.trials import acts_alone, can_remove, can_rotate, compare
 from crystallite.models.record import OUTSIDE_EXPERTS
 from crystallite.statistics.regression import Regression, Weighed
 
-__all__ = ["Prunable", "eliminate", "elimination_order", "find_prunable", "find_prunable_with_experts"]
+__all__ = ["Prunable", "eliminate", "elimination_order_", "find_prunable", "find_prunable_with_experts"]
 
 _PORTION = 1 / 48  # of the neurons that go at once; after each portion all others are fitted again
 _PACKED = 0.75  # of a matrix is left when what is gone is taken out: taking out costs more than working around it
 _MOVED = 256  # rows at once
+_SQUARED = 64  # rows at once, which stay in a processor's cache: nine times as quick as all
 
 
 @dataclass(frozen=True)
@@ -188,37 +189,35 @@ def eliminate(
     inputs, device = len(regression.metric), regression.metric.device
     places = (torch.arange(inputs)[:, None] if places is None else places).to(device)
     found = dict[int, tuple[Tensor, Tensor]]()
-    for alive, _, others, (weight, columns), _ in _eliminated(regression, sizes, places):
+    copied = Weighed(regression.weight.clone(), regression.metric.clone())
+    for alive, _, others, (weight, columns), _ in _eliminated_(copied, sizes, places):
         whole = torch.zeros_like(regression.weight)
         whole[:, torch.cat([places[alive].flatten(), others])] = weight[:, columns]
         found[len(alive)] = alive, whole
     return found
 
 
-def elimination_order(
-    regression: Regression | Weighed, sizes: Sequence[int], places: Tensor
-) -> tuple[Tensor, dict[int, float]]:
+def elimination_order_(weighed: Weighed, sizes: Sequence[int], places: Tensor) -> tuple[Tensor, dict[int, float]]:
     """The neurons, those that stay longest first, and for each size what the best weight without the others costs.
 
-    See `eliminate`.
+    See `eliminate`. Weight and metric are overwritten: no other matrix of their size is held.
     """
-    places = places.to(regression.metric.device)
+    places = places.to(weighed.metric.device)
     went, costs, left = [], {}, places
-    for alive, gone, *_, cost in _eliminated(regression, sizes, places):
+    for alive, gone, *_, cost in _eliminated_(weighed, sizes, places):
         went.append(gone)
         costs[len(alive)], left = cost, alive
     return torch.cat([left, torch.cat(went).flip(0)]).cpu(), costs
 
 
-def _eliminated(
-    regression: Regression | Weighed, sizes: Sequence[int], places: Tensor
+def _eliminated_(
+    weighed: Weighed, sizes: Sequence[int], places: Tensor
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor], float]]:
     """Neurons that are left, those that have gone since the last size, inputs that are none, the weight and its columns
-    for what is left, and what it costs; largest first. The weight changes afterwards."""
-    inputs, device, count = len(regression.metric), regression.metric.device, len(places)
+    for what is left, and what it costs; largest first. The weight changes afterwards; both matrices are overwritten."""
+    inputs, device, count = len(weighed.metric), weighed.metric.device, len(places)
     others = torch.ones(inputs, dtype=torch.bool, device=device).index_fill_(0, places.flatten(), False).nonzero()[:, 0]
-    weight, cost = regression.weight.clone(), 0.0
-    inverse = torch.cholesky_inverse(torch.linalg.cholesky(regression.metric))
+    weight, inverse, cost = weighed.weight, _inverted_(weighed.metric), 0.0
     alive, at, rest = torch.arange(count, device=device), places, others  # where inputs stand in both matrices
     for size in sorted(set(sizes), reverse=True):
         went = [alive[:0]]
@@ -242,6 +241,14 @@ def _eliminated(
         yield alive, torch.cat(went), others, (weight, torch.cat([at.flatten(), rest])), cost
 
 
+def _inverted_(metric: Tensor) -> Tensor:
+    """The inverse of a positive definite matrix, in its place."""
+    columns = metric.mT  # the order in which LAPACK works: else it would work on a copy
+    torch.linalg.cholesky(columns, out=columns)
+    torch.cholesky_inverse(columns, out=columns)
+    return metric
+
+
 def _packed_(square: Tensor, left: Tensor) -> Tensor:
     """Some rows and columns, ascending, of a matrix that is overwritten: they move to its beginning."""
     count = len(left)
@@ -254,7 +261,10 @@ def _packed_(square: Tensor, left: Tensor) -> Tensor:
 def _costs(weight: Tensor, inverse: Tensor, at: Tensor) -> Tensor:
     """What the removal of each neuron adds to the error; at: (neurons, width) where its inputs stand."""
     if at.shape[1] == 1:
-        return ((weight**2).sum(0) / inverse.diagonal())[at[:, 0]]
+        squares = torch.zeros_like(weight[0])
+        for rows in weight.split(_SQUARED):
+            squares += (rows * rows).sum(0)
+        return (squares / inverse.diagonal())[at[:, 0]]
     own = inverse[at[:, :, None], at[:, None]]  # (neurons, width, width)
     parts = weight[:, at].permute(1, 2, 0)  # (neurons, width, outputs)
     return (torch.linalg.solve(own, parts) * parts).sum((1, 2))

@@ -15,7 +15,7 @@ __all__ = ["Moments"]
 
 _PARTS = 4  # of the inputs, whose products are taken one after the other
 _LEAST = 64  # inputs in a part
-_ROWS = 2048  # that wait until their products are taken: large products are quicker, and float64 is added to rarely
+_ROWS = 1024  # that wait until their products are taken: large products are quicker, and float64 is added to rarely
 
 
 class Moments:

@@ -21,6 +21,7 @@ from crystallite.compression.decoders.stack import Call, Stack
 from crystallite.compression.decoders.workspace import Workspace
 from crystallite.compression.operator_specs import FittedOperator, OperatorSpec
 from crystallite.compression.pruning import eliminate
+from crystallite.core.free_memory import give_back
 from crystallite.graph.neuron_groups import NeuronGroup, rotate_heads_
 from crystallite.models.familiarity import Readings
 from crystallite.models.swap import put_
@@ -105,6 +106,7 @@ def fit_layer_(
         module, read = layer.get_submodule(name), parts.read_by(name)
         final = name == parts.readers[-1] and not (read is not None and read[1].embedded)  # what it reads stays so
         moments, held = data.moments(layer, name, final)
+        give_back()  # activations: what follows needs room for large matrices
         fitted = Regression.spend(moments, held, own_weight(module), [ridge * factor for factor in _RIDGES])
         weight = judged = fitted.weight
         if read is not None and read[1].embedded and sizes.get(read[0], read[1].size) < read[1].size:

@@ -39,8 +39,9 @@ class LayerParts:
 
 def find_parts(stack: Stack, layer: nn.Module, batch: Batch, form: str, keep: Sequence[str]) -> LayerParts:
     """What may go from a layer; keep: layers in it that must stay as they are, form: see `compress`."""
-    model, prefix = stack.with_one(layer), f"{stack.name}.0."
     few = replace(batch.first(2), named={name: _short(value) for name, value in batch.first(2).named.items()})
+    small, few = stack.with_few_tokens(few)
+    model, prefix = small.with_one(layer), f"{stack.name}.0."
     units = [unit for unit in find_units(model, ["*"], []) if unit.name.startswith(prefix)]
     names = {unit.name for unit in units if not unit.reason and unit.kind == "linear"}
     names -= {prefix + name for name in keep}

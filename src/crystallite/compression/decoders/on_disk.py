@@ -40,10 +40,11 @@ FORMS = ("any", "dense", "uniform")
 ENGINES = ("local", "ray")
 _PROGRAM = 600_000_000  # bytes that Python and PyTorch take
 _LAYERS = 3  # at once: the dense one, the smaller one, and what is written of it
-_SQUARES = 6  # matrices of neurons × neurons in float64, while a layer is fitted
-_ACTIVATIONS = 16  # of a chunk, each as wide as the widest layer
+_SQUARES = 3  # matrices of neurons × neurons in float64, while a layer is fitted
+_WEIGHTS = 5  # of the reader of these neurons, in float64, at the same time
+_ACTIVATIONS = 16  # of a chunk, each as wide as the widest layer, beside one matrix of neurons × neurons
 _STATES = 4  # of the positions that are probed
-_LOGITS = 1024  # rows in float32
+_LOGITS = 256  # rows in float32
 
 
 @dataclass(frozen=True)
@@ -243,15 +244,15 @@ def memory_needed(stack: Stack, embeddings: float | None = None) -> dict[str, in
     one, rest = sum(p.numel() for p in layer.parameters()) * item, sum(p.numel() for p in outside) * item
     widest = max(p.shape[1] for p in layer.parameters() if p.ndim == 2)
     vocabulary, hidden = model.get_output_embeddings().weight.shape
-    fitting = {
-        "layers": _LAYERS * one, f"statistics of {widest} neurons": _SQUARES * 8 * widest**2,
-        "activations": item * (_ACTIVATIONS * CHUNK * widest + _STATES * PROBED * hidden),
-        "logits": _LOGITS * 4 * vocabulary,
-    }  # fmt: skip
-    trials = {"a layer, embeddings and head in float32": 4 * (one + rest) // item if item < 4 else 0}
-    most = max(fitting, trials, key=lambda parts: sum(parts.values()))
+    square, read = 8 * widest**2, f"statistics of {widest} neurons"
+    most = max(
+        {read: _SQUARES * square + _WEIGHTS * 8 * widest * hidden},
+        {read: square, "activations": item * (_ACTIVATIONS * CHUNK * widest + _STATES * PROBED * hidden)},
+        key=lambda parts: sum(parts.values()),
+    )
     smaller = {} if embeddings is None else {"smaller embeddings and head": int(2 * embeddings * rest)}
-    return {"the program": _PROGRAM, "embeddings and head": rest, **smaller, **most}
+    parts = {"the program": _PROGRAM, "embeddings and head": rest, **smaller, "layers": _LAYERS * one}
+    return {**parts, **most, "logits": _LOGITS * 4 * vocabulary}
 
 
 def _check_memory(stack: Stack, embeddings: float | None, limit: int) -> None:

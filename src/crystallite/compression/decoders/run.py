@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -27,6 +28,7 @@ from crystallite.compression.decoders.token_tables import HeadSums, Tables, fit_
 from crystallite.compression.decoders.workspace import Workspace
 from crystallite.compression.whole_cost import NOT_ASKED
 from crystallite.core.errors import InvalidOption
+from crystallite.core.free_memory import give_back
 from crystallite.core.suggest import matching
 from crystallite.data.batch import Batch
 from crystallite.data.calibration import Calibration
@@ -37,7 +39,7 @@ from crystallite.statistics.moments import Moments
 
 __all__ = ["CHUNK", "DecoderFit", "DecoderOptions", "OutOfReach", "as_tokens", "fit_decoder"]
 
-CHUNK = 2048  # positions that are run at once
+CHUNK = 512  # positions that are run at once
 _SHARED_STEP = 8  # neurons, where all layers have as many: what processors multiply at once
 
 
@@ -104,6 +106,8 @@ class DecoderFit:
         key = (type(layer), shapes, keep)
         if key not in self._parts:
             self._parts[key] = find_parts(self.stack, self.layers.read(number), self.example, self.form, keep)
+            gc.collect()  # graphs, and models in them, refer to themselves
+            give_back()
         return self._parts[key]
 
     def check(self, total: float, saved: float, limits: Mapping[float, float]) -> None:
@@ -138,9 +142,11 @@ class DecoderFit:
                 bar.update()
             for number in range(known - 1, -1, -1):
                 sums = ProbeSums.total(self.shares.each(Share.probe, number, parts))
+                give_back()  # activations: what follows needs room for large matrices
                 found = probe_of(self.layers.read(number), parts[number], sums)
                 work.put(f"probe-{number}", found.to_tensors())  # from here on, nothing above is needed
                 self.shares.each(Share.forget_probe, number)
+                give_back()
                 bar.update()
         return [replace(self._probed(n), factors={}) for n in numbers]
 
@@ -227,6 +233,7 @@ class DecoderFit:
     @torch.no_grad()
     def output_errors(self, results: int) -> list[float]:
         """Of the probabilities, on held-out data: see `output_error` of models; all streams are at their ends."""
+        give_back()
         found = {n: each for some in self.shares.each(Share.output_errors, results) for n, each in some.items()}
         errors = [[error for n in sorted(found) for error in found[n][result]] for result in range(results)]
         return [sum(some) / len(some) for some in errors]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from crystallite.compression.decoders.layer_parts import LayerParts, watching
 from crystallite.compression.decoders.stack import Call, Stack
 from crystallite.compression.heads import value_rotation
-from crystallite.compression.pruning import elimination_order
+from crystallite.compression.pruning import elimination_order_
 from crystallite.graph.neuron_groups import NeuronGroup
 from crystallite.statistics.layer_io import matrix_of
 from crystallite.statistics.moments import Moments
@@ -36,7 +36,7 @@ __all__ = [
     "weights_of",
 ]
 
-_POSITIONS = 128  # at once, where logits are computed
+_POSITIONS = 64  # at once, where logits are computed
 _RIDGE = 0.01
 _ROOT = 1e-3  # of the mean square of gradients, added in all directions
 
@@ -70,8 +70,8 @@ def gradients_at_end(stack: Stack, hidden: Tensor, seed: int) -> Tensor:
     for sample in range(len(hidden)):
         for start in range(0, hidden.shape[1], _POSITIONS):
             part = hidden[sample : sample + 1, start : start + _POSITIONS].clone().requires_grad_()
-            with torch.enable_grad(), torch.autocast("cpu", torch.bfloat16, enabled=stack.rounded):
-                logits = stack.end(part)
+            with torch.enable_grad():
+                logits = stack.end(part)  # not rounded: what that would make of the head is half as large
             rows = logits.detach()[0]
             if not buffers:
                 buffers = [torch.empty(rows.shape, dtype=torch.float32, device=rows.device) for _ in range(2)]
@@ -113,7 +113,7 @@ class ProbeSums:
 
 
 def back_through(
-    stack: Stack, layer: nn.Module, parts: LayerParts, chunks: Sequence[tuple[Tensor, Call, Tensor]]
+    stack: Stack, layer: nn.Module, parts: LayerParts, chunks: Iterable[tuple[Tensor, Call, Tensor]]
 ) -> tuple[ProbeSums, list[Tensor]]:
     """What `probe_of` needs of some positions, and the gradients with respect to what the layer reads there.
 
@@ -127,33 +127,39 @@ def back_through(
         weights=dict.fromkeys(parts.readers, 0.0),
         worth={key: torch.zeros(group.size, dtype=torch.float64) for key, group in scores.items()},
     )
-    before = []
     for parameter in trained:
         parameter.requires_grad_(False)
-    for hidden, call, after in chunks:
-        start = hidden.clone().requires_grad_()
-        with torch.enable_grad(), watching(layer, [*parts.readers, *asked.values()], gradients=True) as seen:
-            torch.autograd.backward(stack.run(layer, start, call), after)
-        assert start.grad is not None
-        before.append(start.grad)
-        sums.positions += hidden.shape[0] * hidden.shape[1]
-        for name in parts.readers:
-            gradient = seen.outputs[name].grad
-            assert gradient is not None
-            g = gradient.flatten(0, -2).float()
-            sums.squares[name] = (g.T @ g).double() + sums.squares.get(name, 0.0)
-            if name in sums.moments:
-                length = g.norm(dim=1, keepdim=True)  # a position counts as much as its errors matter
-                x = inputs_of(layer.get_submodule(name), seen.inputs[name].flatten(0, -2), length)
-                sums.moments[name].add(x, x[:, :0])
-                sums.weights[name] += float((length.double() ** 2).sum())
-        for key, name in asked.items():
-            q = seen.outputs[name]
-            assert q.grad is not None
-            sums.worth[key] += _moved(scores[key], (q.detach() * q.grad).flatten(0, -2).float())
+    before = [_back_through_one(stack, layer, parts, asked, sums, *chunk) for chunk in chunks]
     for parameter in trained:
         parameter.requires_grad_()
     return sums, before
+
+
+def _back_through_one(
+    stack: Stack, layer: nn.Module, parts: LayerParts, asked: Mapping[str, str], sums: ProbeSums,
+    hidden: Tensor, call: Call, after: Tensor,
+) -> Tensor:  # fmt: skip
+    """The gradients before the layer, for one chunk, which is added to the sums; asked: part → layer of its queries."""
+    start = hidden.clone().requires_grad_()
+    with torch.enable_grad(), watching(layer, [*parts.readers, *asked.values()], gradients=True) as seen:
+        torch.autograd.backward(stack.run(layer, start, call), after)
+    assert start.grad is not None
+    sums.positions += hidden.shape[0] * hidden.shape[1]
+    for name in parts.readers:
+        gradient = seen.outputs[name].grad
+        assert gradient is not None
+        g = gradient.flatten(0, -2).float()
+        sums.squares[name] = (g.T @ g).double() + sums.squares.get(name, 0.0)
+        if name in sums.moments:
+            length = g.norm(dim=1, keepdim=True)  # a position counts as much as its errors matter
+            x = inputs_of(layer.get_submodule(name), seen.inputs.pop(name).flatten(0, -2), length)
+            sums.moments[name].add(x, x[:, :0])
+            sums.weights[name] += float((length.double() ** 2).sum())
+    for key, name in asked.items():
+        q = seen.outputs[name]
+        assert q.grad is not None
+        sums.worth[key] += _moved(parts.groups[key], (q.detach() * q.grad).flatten(0, -2).float())
+    return start.grad
 
 
 def probe_of(layer: nn.Module, parts: LayerParts, sums: ProbeSums) -> LayerProbe:
@@ -168,7 +174,7 @@ def probe_of(layer: nn.Module, parts: LayerParts, sums: ProbeSums) -> LayerProbe
         weighed = Weighed.spend(found, factors[name].T @ own_weight(layer.get_submodule(name)), _RIDGE)
         if group.inside_heads:
             weighed = rotated(weighed, group)[0]
-        order, errors = elimination_order(weighed, sizes_of(group), group.places)
+        order, errors = elimination_order_(weighed, sizes_of(group), group.places)
         del weighed  # what may be large
         each = weights_of(layer, group) / group.size
         costs[key] = _table((size, error / scale, size * each) for size, error in errors.items())

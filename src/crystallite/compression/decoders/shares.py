@@ -6,7 +6,7 @@ kept by a process that is lost.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
@@ -37,7 +37,7 @@ from crystallite.statistics.output_error import relative_error
 __all__ = ["PROBED", "Chunks", "Layers", "OneShare", "Share", "Shares", "positions_of"]
 
 PROBED = 8192  # positions from which sizes are chosen
-_HEAD = 64  # positions at once, where logits of both models are compared
+_HEAD = 32  # positions at once, where logits of both models are compared
 _JUDGED = 2048  # positions held out at which they are
 
 P = ParamSpec("P")
@@ -164,8 +164,11 @@ class Share:
         if known is None:
             known = self.count - 1
             states, layer = self._states(known), self.layers.read(known)
-            ends = {n: self.stack.run(layer, h, self.call(n, known)) for n, h in states.items()}
-            self._keep(f"gradients-{known}", {n: self._gradients_at_end(n, h) for n, h in ends.items()})
+            found = {}
+            for n in [*states]:
+                end = self.stack.run(layer, states.pop(n), self.call(n, known))
+                found[n] = self._gradients_at_end(n, end)
+            self._keep(f"gradients-{known}", found)
         for above in range(known, number, -1):
             self.probe(above, parts)
             self.forget_probe(above)
@@ -183,10 +186,18 @@ class Share:
 
         parts: of all layers.
         """
-        states, above = self._states(number), self._gradients(number, parts)
-        given = [(hidden, self.call(n, number), above[n]) for n, hidden in states.items()]
-        found, below = back_through(self.stack, self.layers.read(number), parts[number], given)
-        self._keep(f"gradients-{number - 1}", dict(zip(states, below, strict=True)))
+        known = f"states-{number}", f"gradients-{number}"
+        self._states(number)
+        self._gradients(number, parts)
+        numbers = sorted(self.chunks.probed)
+
+        def given() -> Iterator[tuple[Tensor, Call, Tensor]]:
+            for n in numbers:  # one by one: all together are large
+                hidden, above = (self.work.one(name, str(n)) for name in known)
+                yield hidden, self.call(n, number), above
+
+        found, below = back_through(self.stack, self.layers.read(number), parts[number], given())
+        self._keep(f"gradients-{number - 1}", dict(zip(numbers, below, strict=True)))
         return found
 
     def head_sums(self) -> HeadSums:

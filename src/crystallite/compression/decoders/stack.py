@@ -21,6 +21,7 @@ __all__ = ["Call", "Calls", "Stack", "find_stack", "why_no_stack"]
 
 _KEPT = 2**26  # bytes of what layers are called with
 _LARGE = 2**25  # parameters from which on time matters
+_TRIED = 1024  # tokens whose logits are compared in trials
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # what a layer is called with beside hidden states
 
 
@@ -92,6 +93,26 @@ class Stack:
     def with_module(self, name: str, module: nn.Module) -> Stack:
         """The same with another module at one place, all else shared."""
         return replace(self, model=_replaced(self.model, name.split("."), module))
+
+    def with_few_tokens(self, batch: Batch) -> tuple[Stack, Batch]:
+        """The same with the rows of the table that a batch asks for and some of the head, and the batch for it.
+
+        For trials of a layer, which would copy both, and would compare what they make of all tokens.
+        """
+        model: Any = self.model
+        names = {id(module): name for name, module in model.named_modules()}
+        table, head = model.get_input_embeddings(), model.get_output_embeddings()
+        found = self
+        if type(head) is nn.Linear:
+            rows = torch.linspace(0, len(head.weight) - 1, min(_TRIED, len(head.weight))).long()
+            found = found.with_module(names[id(head)], _with_rows(head, rows))
+        if isinstance(table, nn.Embedding):
+            tokens, places = batch.named["input_ids"].unique(return_inverse=True)
+            few: Any = _with_rows(table, tokens)
+            few.padding_idx = None  # a row that learns nothing, of the whole table
+            found = found.with_module(names[id(table)], few)
+            batch = replace(batch, named={**batch.named, "input_ids": places})
+        return found, batch
 
     @contextmanager
     def _instead_of_layers(self, function: Callable[..., Tensor], stop_before_head: bool = False) -> Iterator[None]:
@@ -225,4 +246,14 @@ def _replaced(model: nn.Module, path: Sequence[str], module: nn.Module) -> nn.Mo
     inner = model._modules[path[0]]
     assert inner is not None
     found._modules[path[0]] = _replaced(inner, path[1:], module)
+    return found
+
+
+def _with_rows(module: nn.Module, rows: Tensor) -> nn.Module:
+    """A copy of a layer with some rows of its parameters, which each belong to an output or a token."""
+    found = copy.copy(module)
+    found._parameters = {
+        name: None if p is None else nn.Parameter(p.detach()[rows.to(p.device)], requires_grad=p.requires_grad)
+        for name, p in module._parameters.items()
+    }
     return found

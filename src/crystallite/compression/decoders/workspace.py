@@ -51,6 +51,14 @@ class Workspace:
         with safe_open(self._file(name), "pt") as stored:
             return {key: stored.get_tensor(key).clone() for key in stored.keys()}  # noqa: SIM118
 
+    def one(self, name: str, key: str) -> Tensor:
+        """One tensor of a set."""
+        if self.folder is None:
+            return self._kept[name][key]
+        with safe_open(self._file(name), "pt") as stored:
+            found: Tensor = stored.get_tensor(key).clone()
+        return found
+
     def has(self, name: str) -> bool:
         return name in self._kept if self.folder is None else self._file(name).is_file()
 
