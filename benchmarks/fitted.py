@@ -225,8 +225,9 @@ def draw(rows: list[dict], path: Path) -> None:
 
 def minilm(options: argparse.Namespace, seed: int) -> list[dict]:
     task = fitted_tasks.retrieval(
-        options.wordnet, seed, options.texts, kinds=options.kinds, mixed_with=options.mixed_with
-    )
+        options.wordnet, seed, options.texts, kinds=options.kinds, mixed_with=options.mixed_with,
+        paragraph_pools=options.pools,
+    )  # fmt: skip
     budgets = [0.5, 0.25] if options.budgets is None else options.budgets
     return measured(
         task, seed, budgets, methods=options.methods, polish=options.polish, int8_budgets=options.int8_budgets
@@ -286,6 +287,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--mixed-with", nargs="*", choices=KINDS, default=[], help="other text that MiniLM is calibrated with too"
     )
+    parser.add_argument(
+        "--pools", type=int, default=1, help="of 500 paragraphs of each of those kinds that it is not calibrated with"
+    )
     parser.add_argument("--mnist", type=Path, default=MNIST, help="mnist.npz: Xtr, ytr, Xte, yte")
     parser.add_argument("--wordnet", default=fitted_tasks.WORDNET, help="folder of data.noun … (Debian: wordnet-base)")
     options = parser.parse_args(arguments)
@@ -293,8 +297,9 @@ def main(arguments: list[str] | None = None) -> None:
         new: list[dict] = []
         for seed in options.seeds:
             new += TASKS[name](options, seed)
-            again = {_key(row) for row in new}
-            store("fitted", [row for row in stored("fitted") if _key(row) not in again] + new)
+            before = {_key(row): row for row in stored("fitted")}
+            kept = [row for key, row in before.items() if key not in {_key(row) for row in new}]
+            store("fitted", kept + [{**before.get(_key(row), {}), **row} for row in new])  # kinds that others judged
         show("mean over seeds", summarised(new))
     draw(stored("fitted"), FIGURE)
 

@@ -8,7 +8,7 @@ import random
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ _TOKENS = 64  # of a text that are read
 _TEXTS_AT_ONCE = 32
 _WINDOW = 64  # characters
 _LONG = 256  # tokens of a paragraph that are read: all that MiniLM was trained for
-_POOLS, _PARAGRAPHS = 1, 500  # of other kinds of text to judge by
+_PARAGRAPHS = 500  # of another kind of text to judge by, in each pool
 _MIXED = 2000  # paragraphs of another kind in a mixed calibration
 ELSEWHERE = "acc@1 "  # begins the name of a column: what is kept on another kind of text
 
@@ -121,55 +121,38 @@ def minilm_folder() -> Path:
 
 def retrieval(
     wordnet: str, seed: int, texts: int = 1000, queries: int = 1000, pools: int = 3, kinds: Sequence[str] = (),
-    mixed_with: Sequence[str] = (), tuning: bool = False,
+    mixed_with: Sequence[str] = (), paragraph_pools: int = 1, tuning: bool = False,
 ) -> Task:  # fmt: skip
     """MiniLM finds the word for a definition, among all words of `queries` meanings; so in several pools of them.
 
     Calibrated with as many texts as named, of other meanings: definitions, and a word for every third of them; `seed`
     says which. acc@1: for how many definitions the right word is nearest; MRR: mean of 1/rank; cosine: to the dense
     model's vectors. kinds: of other text (`benchmarks.texts`) that it is judged by too: for how many paragraphs of 500
-    the second half is the nearest one to the first. mixed_with: kinds of which paragraphs, other ones
-    than those, take their turn with definitions in the calibration. tuning: judged by meanings that neither calibrate
-    nor judge otherwise, to choose options by.
+    the second half is the nearest one to the first; so in several pools where the calibration has none of the kind.
+    mixed_with: kinds of which paragraphs, other ones than those, take their turn with definitions in the calibration.
+    tuning: judged by meanings that neither calibrate nor judge otherwise, to choose options by.
     """
-    from transformers import AutoModel, AutoTokenizer
-
     from benchmarks.texts import paragraphs
 
     used, judged = split(glosses(wordnet), seed, 3 * texts // 4, pools * queries)
     if tuning:
         others, _ = split(glosses(wordnet), seed, 3 * texts // 4 + pools * queries, pools * queries)
         judged = others[len(used) :]
-    tokenizer = AutoTokenizer.from_pretrained(minilm_folder(), local_files_only=True)
-    model = Sentences(AutoModel.from_pretrained(minilm_folder(), local_files_only=True)).eval()
-
-    def encoded(some: list[str], at_once: int = _TEXTS_AT_ONCE, longest: int = _TOKENS) -> Iterator[dict[str, Tensor]]:
-        for start in range(0, len(some), at_once):
-            part = some[start : start + at_once]
-            made = tokenizer(part, padding=True, truncation=True, max_length=longest, return_tensors="pt")
-            yield {name: made[name] for name in ("input_ids", "attention_mask")}
-
-    def by_length(some: list[str], longest: int = _TOKENS) -> tuple[list[dict[str, Tensor]], Tensor]:
-        """Batches of texts alike in length, and where each text is found in them."""
-        order = sorted(range(len(some)), key=lambda i: len(some[i]))
-        return list(encoded([some[i] for i in order], 64, longest)), torch.tensor(order).argsort()
-
-    asked = {"": (by_length([e.gloss for e in judged]), by_length([e.word for e in judged]))}
+    model = _minilm()[1]
+    asked = {"": _Pairs.of(tuple((e.gloss, e.word) for e in judged), _TOKENS)}
+    judged_on = {text for e in judged for text in (e.gloss, e.word)}
     for kind in kinds:
-        halves = [_halves(text) for text in paragraphs(kind)[: _POOLS * _PARAGRAPHS]]
-        asked[kind] = by_length([a for a, _ in halves], _LONG), by_length([b for _, b in halves], _LONG)
-
-    def vectors(some: nn.Module, kind: str) -> tuple[Tensor, Tensor]:
-        with torch.inference_mode():
-            found = [torch.cat([some(**batch) for batch in batches])[places] for batches, places in asked[kind]]
-        return found[0], found[1]
-
-    dense = {kind: vectors(model, kind) for kind in asked}
+        some = paragraphs(kind)[: _PARAGRAPHS * (1 if kind in mixed_with else paragraph_pools)]
+        some = some[: max(1, len(some) // _PARAGRAPHS) * _PARAGRAPHS]
+        name = f"{kind}, {len(some):,} paragraphs" if len(some) > _PARAGRAPHS else kind
+        asked[name] = _Pairs.of(tuple(map(_halves, some)), _LONG)
+        judged_on.update(some)
 
     def judge(some: nn.Module) -> dict[str, float]:
         told = {}
-        for kind, own in dense.items():
-            found = own if some is model else vectors(some, kind)
+        for kind, pairs in asked.items():
+            own = pairs.dense
+            found = own if some is model else pairs.vectors(some)
             questions, answers = (part.unflatten(0, (-1, _PARAGRAPHS if kind else queries)) for part in found)
             scores = questions @ answers.mT  # (pools, questions, answers)
             rank = 1 + (scores > scores.diagonal(dim1=1, dim2=2)[..., None]).sum(2)
@@ -180,23 +163,67 @@ def retrieval(
         return told
 
     mixed = sorted([*(e.gloss for e in used), *(e.word for e in used[::3])], key=len)
-    calibration = list(encoded(mixed))  # texts alike in length share a batch, so that little is padded
+    calibration = list(_encoded(mixed))  # texts alike in length share a batch, so that little is padded
     random.Random(seed).shuffle(calibration)
+    calibrated_on = set(mixed)
     if mixed_with:
         others = []
         for kind in mixed_with:
-            some = paragraphs(kind)[_POOLS * _PARAGRAPHS :]
+            some = paragraphs(kind)[_PARAGRAPHS:]
             random.Random(seed).shuffle(some)
-            batches = list(encoded(sorted(some[:_MIXED], key=len), longest=_LONG))
+            batches = list(_encoded(sorted(some[:_MIXED], key=len), longest=_LONG))
             random.Random(seed).shuffle(batches)
             others.append(batches)
+            calibrated_on.update(some[:_MIXED])
         calibration = taking_turns([calibration, *others])
     mixture = f", calibrated with {' and '.join(mixed_with)} too" if mixed_with else ""
     some = sorted((e.gloss for e in judged[:512]), key=len)
     return Task(
-        "MiniLM, WordNet retrieval" + mixture, model, calibration, judge, list(encoded(some))[::4], _bert_groups(model),
-        ("pooler",), frozenset(mixed), frozenset(text for e in judged for text in (e.gloss, e.word)),
+        "MiniLM, WordNet retrieval" + mixture, model, calibration, judge, list(_encoded(some))[::4],
+        _bert_groups(model), ("pooler",), frozenset(calibrated_on), frozenset(judged_on),
     )  # fmt: skip
+
+
+@cache
+def _minilm() -> tuple[Any, nn.Module]:
+    """Its tokenizer, and the model."""
+    from transformers import AutoModel, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(minilm_folder(), local_files_only=True)
+    return tokenizer, Sentences(AutoModel.from_pretrained(minilm_folder(), local_files_only=True)).eval()
+
+
+def _encoded(some: list[str], at_once: int = _TEXTS_AT_ONCE, longest: int = _TOKENS) -> Iterator[dict[str, Tensor]]:
+    for start in range(0, len(some), at_once):
+        part = some[start : start + at_once]
+        made = _minilm()[0](part, padding=True, truncation=True, max_length=longest, return_tensors="pt")
+        yield {name: made[name] for name in ("input_ids", "attention_mask")}
+
+
+@dataclass(frozen=True)
+class _Pairs:
+    """Texts that ask and those that answer: batches of texts alike in length, and where each text is found in them."""
+
+    sides: tuple[tuple[list[dict[str, Tensor]], Tensor], ...]
+    dense: tuple[Tensor, Tensor]
+
+    @classmethod
+    @cache  # whatever the seed of the calibration, the same texts judge
+    def of(cls, texts: tuple[tuple[str, str], ...], longest: int) -> _Pairs:
+        sides = []
+        for side in zip(*texts, strict=True):
+            order = sorted(range(len(side)), key=lambda i: len(side[i]))
+            sides.append((list(_encoded([side[i] for i in order], 64, longest)), torch.tensor(order).argsort()))
+        return cls(tuple(sides), _vectors(_minilm()[1], sides))
+
+    def vectors(self, model: nn.Module) -> tuple[Tensor, Tensor]:
+        return _vectors(model, self.sides)
+
+
+@torch.inference_mode()
+def _vectors(model: nn.Module, sides: Sequence[tuple[list[dict[str, Tensor]], Tensor]]) -> tuple[Tensor, Tensor]:
+    found = [torch.cat([model(**batch) for batch in batches])[places] for batches, places in sides]
+    return found[0], found[1]
 
 
 def _halves(text: str) -> tuple[str, str]:

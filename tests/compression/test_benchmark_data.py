@@ -65,3 +65,39 @@ def test_the_real_sets_are_disjoint():
     used, judged = split(entries, 0, 500, 1000)
     assert len(used) == 500
     assert not {t for e in used for t in (e.word, e.gloss)} & {t for e in judged for t in (e.word, e.gloss)}
+
+
+class Characters(nn.Module):
+    """Texts as how often each character comes; also what tokenizes them."""
+
+    def __call__(self, *texts, input_ids=None, **_):
+        if texts:
+            ids = [torch.tensor([ord(c) for c in text]) for text in texts[0]]
+            ids = nn.utils.rnn.pad_sequence(ids, batch_first=True)
+            return {"input_ids": ids, "attention_mask": (ids > 0).long()}
+        counts = nn.functional.one_hot(input_ids, 128)[..., 1:].sum(1).float()
+        return nn.functional.normalize(counts, dim=1)
+
+
+@pytest.mark.parametrize(("mixed_with", "columns"), [([], ["b, 1,000 paragraphs"]), (["b"], ["b"]), (["a"], None)])
+def test_paragraphs_judge_or_calibrate(wordnet, monkeypatch, mixed_with, columns):
+    """In several pools where the calibration has none of their kind; a paragraph of two kinds is noticed."""
+    both, model = [f"paragraph {i} of both kinds" for i in range(1300)], Characters()
+    monkeypatch.setattr("benchmarks.texts.paragraphs", lambda kind: list(both))
+    monkeypatch.setattr(fitted_tasks, "_minilm", lambda: (model, model))
+    monkeypatch.setattr(fitted_tasks, "_bert_groups", lambda model: [])
+
+    def made():
+        return fitted_tasks.retrieval(
+            wordnet, 0, 8, queries=5, pools=1, kinds=["b"], mixed_with=mixed_with, paragraph_pools=2
+        )
+
+    if columns is None:
+        with pytest.raises(ValueError, match="are both calibrated with and judged by"):
+            made()
+        return
+    task = made()
+    judged = task.judge(task.model)
+    assert [name for name in judged if name.startswith(fitted_tasks.ELSEWHERE)] == [f"acc@1 {c}" for c in columns]
+    assert len(task.judged_on) == 10 + 500 * (1 if mixed_with else 2)
+    assert len(task.calibrated_on) == 8 + bool(mixed_with) * 800
