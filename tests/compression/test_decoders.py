@@ -172,7 +172,7 @@ def python_without_crystallite(tmp_path):
     return tmp_path / "env" / "bin" / "python"
 
 
-@pytest.mark.parametrize("form", ["any", "dense", "uniform"])
+@pytest.mark.parametrize("form", ["any", pytest.param("dense", marks=pytest.mark.slow), "uniform"])
 def test_results_write_text_in_a_fresh_process_and_uniform_ones_without_crystallite(form, tmp_path, request):
     model, x = model_of("Llama"), torch.arange(1, 9)[None]
     small = cx.compress(model, batches(), budget=0.7, form=form)
@@ -211,7 +211,12 @@ cx.compress_folder(sys.argv[1], [{"input_ids": p} for p in x.split(12)], sys.arg
 
 
 @pytest.mark.parametrize(
-    "mark", ["state/probe-1.safetensors", "0.8/layer-00001.json", "state/wrote-0-self_attn.o_proj.safetensors"]
+    "mark",
+    [
+        pytest.param("state/probe-1.safetensors", marks=pytest.mark.slow),
+        pytest.param("0.8/layer-00001.json", marks=pytest.mark.slow),
+        "state/wrote-0-self_attn.o_proj.safetensors",
+    ],
 )
 def test_a_killed_run_goes_on_to_the_same_files(mark, tmp_path):
     model_of("Llama").save_pretrained(tmp_path / "dense")
