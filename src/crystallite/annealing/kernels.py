@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 
 from crystallite.annealing import plain_kernels as plain
-from crystallite.core.compiling import cgutils, intrinsic, ir, overload, types
+from crystallite.core.compiling import intrinsic, ir, overload, types
 from crystallite.core.parallel import compiled, compiled_or
+from crystallite.core.prefetch import ask_for
 from crystallite.structure.lanes import LANES, surviving_lanes
 
 __all__ = [
@@ -85,17 +86,13 @@ def _upper_half(_typing, bits):
 
 
 @intrinsic
-def _ask_for(_typing, row, start):
+def _ask_for_lanes(_typing, row, start):
     """Have the lanes that come `_AHEAD` after these, which may lie past the end, on their way into the cache."""
 
     def generate(context, builder, sig, args):
-        entries, flag = context.make_array(sig.args[0])(context, builder, args[0]), ir.IntType(32)
-        first = builder.bitcast(builder.gep(entries.data, [args[1]]), ir.IntType(8).as_pointer())
-        kind = ir.FunctionType(ir.VoidType(), [first.type, flag, flag, flag])
-        prefetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        entries = context.make_array(sig.args[0])(context, builder, args[0])
         for line in range(0, LANES * sig.args[0].dtype.bitwidth // 8, 64):
-            place = builder.gep(first, [ir.Constant(ir.IntType(64), _AHEAD + line)])
-            builder.call(prefetch, [place, *(ir.Constant(flag, n) for n in (0, 3, 1))])  # to read, often, data
+            ask_for(builder, entries, args[1], _AHEAD + line)
         return context.get_dummy_value()
 
     return types.void(row, types.intp), generate
@@ -168,7 +165,7 @@ def add_and_mark(values, bits, mask, threshold, sums, words):
     for first in range(0, eights, 8):
         for start in range(0, whole, LANES):
             for i in range(first, first + 8):
-                _ask_for(bits[i], start)
+                _ask_for_lanes(bits[i], start)
                 words[i, start // LANES] = surviving_lanes(bits[i], start, mask, threshold)
             strip = sums[start : start + LANES]
             a, b = values[first, start : start + LANES], values[first + 1, start : start + LANES]

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from crystallite.core.compiling import REGISTER_BITS, cgutils, intrinsic, ir, numba, types
+from crystallite.core.prefetch import ask_for
 from crystallite.operators.runtime.tile import PANEL, Tile
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
 ]
 
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
+_AHEAD = 1024  # bytes of each channel that are asked for before they are needed
 _SHORT = 256  # bits of the registers of kernels whose rows are often shorter than a wider one
 
 
@@ -227,18 +229,28 @@ def inside_product(rows: int, vectors: int) -> Any:
                 builder.store(tile.splat(starts, lines[r]), slot)
             weights = [builder.mul(line, depth) for line in lines]
             channels = builder.sdiv(depth, places)
-            with cgutils.for_range(builder, channels) as channel, cgutils.for_range(builder, places) as place:
-                d = builder.add(builder.mul(channel.index, places), place.index)
-                here = builder.add(builder.load(tile.place(steps, d)), first)
-                bits = builder.add(builder.mul(place.index, registers), vector)
-                states = {}
-                for i, q in enumerate(tile.lane_groups):
-                    some = builder.load(tile.place(inside, builder.add(bits, ir.Constant(_I64, i))))
-                    states[q] = tile.load_where(some, numbers, here, q)
-                for r in range(rows):
-                    factor = tile.splat(weight, builder.add(weights[r], d))
-                    for q in tile.lane_groups:
-                        tile.add_product(tile.sums[r, 0, q], factor, states[q])
+
+            def ask_for_registers(array: Any, begin: Any, write: bool) -> None:
+                for q in tile.lane_groups:
+                    ask_for(builder, array, builder.add(begin, ir.Constant(_I64, q)), _AHEAD, write=write)
+
+            for line in lines:
+                ask_for_registers(out, builder.add(builder.load(tile.place(begins, line)), first), True)
+            with cgutils.for_range(builder, channels) as channel:
+                begin = builder.load(tile.place(steps, builder.mul(channel.index, places)))
+                ask_for_registers(numbers, builder.add(begin, first), False)
+                with cgutils.for_range(builder, places) as place:
+                    d = builder.add(builder.mul(channel.index, places), place.index)
+                    here = builder.add(builder.load(tile.place(steps, d)), first)
+                    bits = builder.add(builder.mul(place.index, registers), vector)
+                    states = {}
+                    for i, q in enumerate(tile.lane_groups):
+                        some = builder.load(tile.place(inside, builder.add(bits, ir.Constant(_I64, i))))
+                        states[q] = tile.load_where(some, numbers, here, q)
+                    for r in range(rows):
+                        factor = tile.splat(weight, builder.add(weights[r], d))
+                        for q in tile.lane_groups:
+                            tile.add_product(tile.sums[r, 0, q], factor, states[q])
             for (r, _, q), slot in tile.sums.items():
                 begin = builder.add(builder.load(tile.place(begins, lines[r])), first)
                 tile.store(builder.load(slot), out, begin, q)
