@@ -186,6 +186,34 @@ def test_blocks_of_heads_may_share_the_stream_they_read(tmp_path):
         upgrade(net, **asked, shared_inputs="*aks")
 
 
+class Gated(nn.Module):
+    """A gated feed-forward pair on a stream."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up = nn.Linear(STREAM, 64, False), nn.Linear(STREAM, 64, False)
+        self.down = nn.Linear(64, STREAM, False)
+
+    def forward(self, x):
+        return x + self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+def test_blocks_of_gated_pairs_may_share_the_stream_they_read():
+    torch.manual_seed(0)
+    net, data = nn.Sequential(Gated(), Gated()), [torch.randn(64, STREAM) for _ in range(12)]
+    small = upgrade(net, blocks=4, data=data, epochs=2, learning_rate=5e-3, level=0.5, shared_inputs="*")
+    options, state = cx.record(small).options, cx.restore(small).state_dict()
+    for labels, layers in zip(options.labels, options.chains, strict=True):
+        written, hidden = (np.array(labels[group]) for group in ("out", "hidden 1"))
+        for name in layers[:2]:
+            wide = cx.decompose(expand_columns(state[f"{name}.weight"] != 0, hidden)).blocks
+            assert len(wide) == 4
+            assert (state[f"{name}.weight"][torch.from_numpy(hidden[:, None] != np.array(labels["in"]))] != 0).any()
+        assert not state[f"{layers[2]}.weight"][torch.from_numpy(written[:, None] != hidden)].any()
+    with torch.no_grad():
+        assert_close(small(data[0]), cx.restore(small)(data[0]))
+
+
 def test_more_blocks_than_heads_are_refused():
     net, data = nn.Sequential(Block(2)), [torch.randn(8, 10, STREAM)]
     with pytest.raises(cx.InvalidOption, match="2 attention heads are too few for 4 blocks"):
