@@ -11,6 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 import crystallite as cx
+from crystallite.core.arrays import magnitudes
+from crystallite.structure.components import column_components, marked_components
+from crystallite.structure.strong import packed
 from tests.helpers import paper
 
 ENGINES = ["graph", "matrix"]
@@ -363,3 +366,23 @@ def test_a_set_that_most_rows_are_in(dtype, columns):
     tensor[common[-1], 3] = float("inf")
     with pytest.raises(cx.InvalidMatrix, match="finite"):
         cx.decompose(tensor, threshold=limits)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("share", [0.002, 0.01, 0.2])
+def test_marked_entries_join_what_all_entries_join(dtype, share):
+    """Rows and columns without a survivor are in no set, whatever the marks say of them."""
+    w = torch.randn(300, 200, generator=torch.Generator().manual_seed(0)).to(dtype)
+    w[5, 0] = 9.0
+    w[100:103] = w[:, 50:53] = 0.001
+    matrix = magnitudes(w)
+    limit = matrix.patterns(np.full(200, float(w.float().abs().quantile(1 - share))))  # one for each column
+    everything, survivors = packed(matrix, np.zeros_like(limit)), packed(matrix, limit)
+    expected = column_components(matrix, limit)
+    assert (expected[0][100:103] == -1).all()
+    assert (expected[1][50:53] == -1).all()
+    for words in (everything, survivors):
+        for found, wanted in zip(marked_components(matrix, limit, words), expected, strict=True):
+            assert np.array_equal(found < 0, wanted < 0)
+            pairs = set(zip(found[found >= 0].tolist(), wanted[found >= 0].tolist(), strict=True))
+            assert len(pairs) == len({a for a, _ in pairs}) == len({b for _, b in pairs})
