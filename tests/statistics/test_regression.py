@@ -223,19 +223,6 @@ def test_what_is_solved_in_the_memory_of_the_moments_is_the_best_of_all_ridges()
     assert fitted.xx.numel() == held.xx.numel() == 1  # no copy is left
 
 
-def test_random_sums_of_many_outputs_tell_which_ridge_is_best():
-    rng = torch.Generator().manual_seed(5)
-    true, noise = torch.randn(300, 30, generator=rng), torch.randn(300, 5, generator=rng)
-    x, held_x = (torch.randn(40, 30, generator=rng) for _ in range(2))
-    t, held_t = (some @ true.T + 2 * torch.randn(40, 5, generator=rng) @ noise.T for some in (x, held_x))
-    ridges, own = [1e-4, 0.3, 100.0], torch.zeros(300, 30)
-    every = [Regression.solve(moments(x, t), moments(held_x, held_t), own, False, ridge) for ridge in ridges]
-    expected = min(every, key=lambda one: one.error(one.weight))
-    assert expected is every[1]
-    found = Regression.spend(moments(x, t), moments(held_x, held_t), own, ridges)
-    torch.testing.assert_close(found.weight, expected.weight, rtol=EXACT, atol=EXACT)
-
-
 def test_moments_go_on_after_they_have_been_read():
     x, t, more_x, more_t, _ = problem(inputs=150)
     read, unread = moments(x, t), moments(x, t)

@@ -14,7 +14,6 @@ from crystallite.statistics.moments import Moments
 
 __all__ = ["Regression", "Weighed"]
 
-_SUMS = 128  # of outputs, by which ridges are chosen
 _ROWS = 256  # of weights at once: products with all at a time would be as large as they are
 
 
@@ -85,8 +84,8 @@ class Regression:
     def spend(cls, fitted: Moments, held_out: Moments, own: Tensor, ridges: Sequence[float]) -> Regression:
         """`solve` without bias, in the memory of the moments, which are gone; of some ridges that which does best.
 
-        Best on the held-out samples, of as many random sums of the outputs as tell: only the chosen one is solved for
-        whole. Beside the moments' own, one matrix of inputs × inputs is held at a time.
+        Best on the held-out samples. Beside the moments' own, one matrix of inputs × inputs is held at a time. All
+        outputs must be looked at: 128 random sums of them miss the best ridge where few outputs are most of the error.
         """
         own = own.double()
         mean_x, mean_t = (torch.zeros_like(mean) for mean in fitted.means)
@@ -95,19 +94,19 @@ class Regression:
         xx, xt, tt = held_out.around(mean_x, mean_t, spend=True)
         variance = float((held_out.tt - held_out.t**2 / held_out.samples).sum().clamp_min(0))
 
-        def solved_(ridge: float, values: Tensor) -> Tensor:
-            """Values · (metric + ridge)⁻¹, in their place."""
+        best = cls(own, metric, mean_x, mean_t, xx, xt, float(tt.sum()), variance)
+        least = chosen = math.inf
+        for ridge in ridges:
             metric.diagonal().copy_(plain)
-            factor = _cholesky(_with_ridge_(metric, ridge), fitted.name)
+            factor, weight = _cholesky(_with_ridge_(metric, ridge), fitted.name), left_over.clone()
             for half, upper in ((factor.mT, True), (factor, False)):  # cholesky_solve copies the factor
-                torch.linalg.solve_triangular(half, values, upper=upper, left=False, out=values)
-            return values
-
-        sums = _random_sums(len(own)).to(own.device)
-        few = cls(sums @ own, metric, mean_x, mean_t, xx, xt @ sums.T, float(tt.sum()), variance)
-        errors = {ridge: few.error(few.weight + solved_(ridge, _by_column(sums @ left_over))) for ridge in ridges}
-        weight = solved_(min(errors, key=errors.__getitem__), left_over).add_(own)
-        return cls(weight, metric, mean_x, mean_t, xx, xt, float(tt.sum()), variance)
+                torch.linalg.solve_triangular(half, weight, upper=upper, left=False, out=weight)
+            del factor, half
+            if (error := best.error(weight.add_(own))) < least:
+                best, least, chosen = replace(best, weight=weight), error, ridge
+        metric.diagonal().copy_(plain)
+        _with_ridge_(metric, chosen)
+        return best
 
     @classmethod
     def of_layer(cls, fitted: Moments, held_out: Moments, own: Tensor, bias: Tensor | None, ridge: float) -> Regression:
@@ -194,19 +193,6 @@ class Regression:
 def _with_ridge_(gram: Tensor, ridge: float) -> Tensor:
     gram.diagonal().add_((ridge * gram.diagonal().mean()).clamp_min(torch.finfo(torch.float32).tiny))
     return gram
-
-
-def _random_sums(count: int) -> Tensor:
-    """(sums, count) of random signs: sums of a vector are, on the average, as long as it is; few are left apart."""
-    if count <= _SUMS:
-        return torch.eye(count, dtype=torch.float64)
-    signs = torch.randint(2, (_SUMS, count), generator=torch.Generator().manual_seed(0))
-    return (2 * signs - 1).double() / math.sqrt(_SUMS)
-
-
-def _by_column(values: Tensor) -> Tensor:
-    """The same, stored column by column, as LAPACK reads it: it would work on a copy else."""
-    return values.mT.contiguous().mT
 
 
 def _cholesky(metric: Tensor, name: str) -> Tensor:
