@@ -141,6 +141,7 @@ def main(names: list[str] | None) -> None:
         environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")} | {
             "RAY_TMPDIR": short, "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_SERVE_HANDLE_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1",
+            "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
             "OMP_NUM_THREADS": "1", "RAY_memory_monitor_refresh_ms": "0",  # others may need the memory
         }  # fmt: skip
         command = [*NAMESPACE, sys.executable, "-m", "benchmarks.serving_ray", "--inside", folder]

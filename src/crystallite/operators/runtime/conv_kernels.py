@@ -21,7 +21,8 @@ from typing import Any
 import numpy as np
 
 from crystallite.core.compiling import REGISTER_BITS
-from crystallite.operators.runtime.instructions import copy_numbers, inside_product, shifted_product
+from crystallite.operators.runtime.conv_instructions import inside_product, shifted_product
+from crystallite.operators.runtime.instructions import copy_numbers
 from crystallite.operators.runtime.work_sharing import array_at, claim, member
 from crystallite.operators.runtime.work_sharing import part as _part
 
