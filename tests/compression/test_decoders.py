@@ -18,6 +18,7 @@ from crystallite.compression.decoders import run
 from crystallite.compression.decoders.layer_parts import find_parts
 from crystallite.compression.decoders.sensitivity import probe_of
 from crystallite.compression.decoders.share_out import SizeCurve, share_out
+from crystallite.compression.decoders.shares import Chunks
 from crystallite.compression.decoders.stack import find_stack
 from crystallite.compression.pruning import eliminate, elimination_order_
 from crystallite.data.batch import Batch
@@ -384,6 +385,15 @@ def test_layers_that_are_ignored_stay(tmp_path):
     small = cx.compress(model, batches(), budget=0.8, form="dense", ignore="model.layers.0.*")
     assert all(c.macs_after == c.macs_before for c in cx.summary(small).changes if ".layers.0." in c.name)
     assert small.model.layers[0].mlp.gate_proj.out_features == 160
+
+
+@pytest.mark.parametrize("sources", [1, 2, 3])
+def test_sources_that_take_turns_all_have_part_in_the_probe(sources):
+    """Which parts may go is chosen from some of the positions: not from those of one source of text."""
+    windows = [Batch(n, 1, named={"input_ids": torch.full((1, 512), n % sources)}) for n in range(48)]
+    probed = [windows[n].named["input_ids"][0, 0].item() for n in Chunks.of(windows, [], seed=0).probed]
+    assert 8192 <= 512 * len(probed) <= 2 * 8192
+    assert min(probed.count(source) for source in range(sources)) >= len(probed) // sources - 2
 
 
 def test_sharing_out_is_as_good_as_trying_everything():

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from crystallite.compression.decoders.run import CHUNK, DecoderOptions, as_tokens
+from crystallite.compression.decoders.run import DecoderOptions, as_tokens
 from crystallite.compression.decoders.stack import Stack
 from crystallite.compression.polish import polish_, polish_checkpoints
 from crystallite.core.suggest import matching
@@ -25,6 +25,7 @@ from crystallite.statistics.output_error import relative_error
 
 __all__ = ["polish_decoder_"]
 
+_STEP = 2048  # positions
 _HEAD = 128  # positions at once, where logits of both models are compared
 
 
@@ -37,7 +38,7 @@ class _NextTokens:
     _known: dict[int, Tensor] = field(default_factory=dict)  # of batches that judge: what the dense layers write
 
     def samples(self, batch: Batch) -> int:
-        return max(1, CHUNK // max(1, batch.named["input_ids"].shape[1]))
+        return max(1, _STEP // max(1, batch.named["input_ids"].shape[1]))
 
     def errors(self, batch: Batch) -> Iterator[Tensor]:
         for window in batch.split(1):

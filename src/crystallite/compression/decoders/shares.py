@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
@@ -37,6 +38,7 @@ from crystallite.statistics.output_error import relative_error
 __all__ = ["PROBED", "Chunks", "Layers", "OneShare", "Share", "Shares", "positions_of"]
 
 PROBED = 8192  # positions from which sizes are chosen
+_TOGETHER = 2048  # of them that follow each other
 _HEAD = 32  # positions at once, where logits of both models are compared
 _JUDGED = 2048  # positions held out at which they are
 
@@ -89,8 +91,12 @@ class Chunks:
     def of(cls, fitted: Sequence[Batch], held_out: Sequence[Batch], seed: int) -> Chunks:
         every = dict(enumerate((*fitted, *held_out)))
         sizes = [positions_of(batch) for batch in every.values()]
-        wanted = max(1, min(len(sizes), round(PROBED / max(sum(sizes) / len(sizes), 1))))
-        probed = frozenset(int(i * len(sizes) / wanted) for i in range(wanted))  # spread over the data
+        # Spread over the data, but some that follow each other at a time: every other one may come from one source.
+        together = [start // _TOGETHER for start in accumulate(sizes[:-1], initial=0)]
+        groups = sorted(set(together))
+        wanted = max(1, min(len(groups), round(PROBED * len(groups) / max(sum(sizes), 1))))
+        chosen = {groups[int(i * len(groups) / wanted)] for i in range(wanted)}
+        probed = frozenset(n for n, group in enumerate(together) if group in chosen)
         judges = max(1, sum(sizes[len(fitted) :]) // _JUDGED)
         return cls(every, frozenset(range(len(fitted), len(every))), probed, judges, seed)
 
