@@ -207,7 +207,7 @@ def test_ports_that_are_taken(tmp_path, served):
 @pytest.fixture
 def slow(tmp_path):
     """A listener whose model's only piece waits, a channel to it, the piece and the service."""
-    limits = Limits(max_queue=1, max_batch=1)
+    limits = Limits(max_queue=1, max_batch=1, timeout=PATIENCE)
     with (
         Service.load(saved(network(), tmp_path / "f32"), machine=TOGETHER, limits=limits) as service,
         Listener(service, port=0, grpc_port=0) as listener,
