@@ -24,6 +24,8 @@ from crystallite.analysis.matrix import Options
 from crystallite.analysis.ray_engine import analyze_layers
 from tests.helpers.ray_namespace import run_in_namespace
 
+pytestmark = pytest.mark.slow  # compression/test_ray_engine.py runs on two nodes, too
+
 
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory):

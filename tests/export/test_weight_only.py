@@ -71,7 +71,7 @@ def test_the_file_computes_with_rounded_weights(type, top, tmp_path):
     assert (found - wanted).norm() < 1e-3 * wanted.norm()
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_steps_of_generation_go_with_few_bits(name, tmp_path):
     """Step by step with past keys and values, the file says what it says of the whole text."""
     model, data = tiny.build(name), tiny.batches(name)

@@ -74,6 +74,7 @@ def test_answers_are_those_of_the_in_process_engine(ray):
     assert found["applications"] == 2
 
 
+@pytest.mark.slow
 def test_a_replica_that_is_killed_costs_no_request(ray):
     assert_nothing_lost(ray("kill_a_replica", requests=1000), 1000)
 
