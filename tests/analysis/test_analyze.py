@@ -382,6 +382,15 @@ class TestNoise:
         assert findings.count("separate") <= 3
         assert findings.count("fragments") >= 20
 
+    def test_is_not_said_to_have_hubs(self):
+        """Near the percolation level few neurons hold together what is kept, wherever it lies."""
+        rng = np.random.default_rng(0)
+        noise = {f"{i}": rng.normal(size=(128, 128)).astype(np.float32) for i in range(12)}
+        rows = cx.analyze(noise, null="empirical", rule="neyman", level=0.014).rows
+        assert sum(row.hubs is not None and row.hubs["by_chance"] for row in rows) >= 6
+        assert all(row.finding != "hubs" for row in rows)
+        assert any("as many weights in random places, too" in row.verdict for row in rows)
+
     @pytest.mark.parametrize("blocks", [2, 4, 8])
     def test_planted_blocks_are_told_from_it(self, blocks):
         rng, shapes = self.shapes(12)

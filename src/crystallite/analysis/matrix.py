@@ -177,7 +177,7 @@ def analyze_layer(checkpoint: Checkpoint, layer: Layer, options: Options) -> Lay
             record["profile"] = _profile_points(profile, histogram, first)
             record["best_split"] = _best_split(profile, histogram, control)
             bordered = _bordered(first, layer, structure)
-            record["hubs"] = None if bordered is None else _hubs(bordered)
+            record["hubs"] = None if bordered is None else _hubs(bordered, edges)
     row = MatrixAnalysis(**record)
     if finding_of(row) == "separate":  # blocks alone prove nothing: few random edges make some too
         copies = [shuffled(*structure.shape, seed=seed, feedback=layer.feedback) for seed in range(_COPIES)]
@@ -310,12 +310,21 @@ def _bordered(a: Annealing, layer: Layer, structure: BipartiteStructure) -> Bord
     return hubs(a.matrix, threshold=_limit(a), max_hubs=_FEW_HUBS, name=layer.name)
 
 
-def _hubs(found: BorderedStructure) -> dict[str, Any]:
+def _hubs(found: BorderedStructure, edges: int) -> dict[str, Any]:
+    apart = found.separates and found.n_hubs > 0
     return {
         "separates": found.separates,
+        "by_chance": apart and any(_scattered(found.structure.shape, edges, seed) for seed in range(_COPIES)),
         "count": found.n_hubs,
         "rows": found.hub_rows.tolist(),
         "cols": found.hub_cols.tolist(),
         "n_blocks": found.structure.n_blocks,
         "largest_share": found.structure.largest_share,
     }
+
+
+def _scattered(shape: tuple[int, int], edges: int, seed: int) -> bool:
+    """Whether a few hubs hold together, too, what so many edges in random places connect."""
+    copy = np.zeros(shape, bool)
+    copy.flat[np.random.default_rng(seed).choice(copy.size, edges, replace=False)] = True
+    return hubs(copy, max_hubs=_FEW_HUBS).separates

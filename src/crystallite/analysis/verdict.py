@@ -43,7 +43,7 @@ def finding_of(row: MatrixAnalysis) -> str:
         return "sparse"
     if row.effective_blocks >= SEPARATE_BLOCKS and row.largest_share <= SEPARATE_LARGEST * in_blocks:
         return "separate" if not row.looks_like_chance else "fragments"
-    if row.hubs is not None and row.hubs["separates"] and row.hubs["count"] > 0:
+    if row.hubs is not None and row.hubs["separates"] and row.hubs["count"] > 0 and not row.hubs["by_chance"]:
         return "hubs"
     if row.best_split is not None and row.best_split["beyond_chance"]:
         return "nested"
@@ -92,6 +92,8 @@ def _finding_in_words(row: MatrixAnalysis) -> str:
     if row.null_is_measured:
         times = row.kept / max(row.expected_false_edges, 1.0)
         text += f" No initialisation explains its bulk; kept: {times:.1f} times what its own Gaussian bulk predicts."
+    if row.hubs is not None and row.hubs["by_chance"]:
+        text += " A few hubs hold it together, and as many weights in random places, too."
     if row.shuffled is not None:
         text += f" The same numbers in random places: {row.shuffled['largest_share']:.0%}."
     return text
