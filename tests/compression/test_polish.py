@@ -59,7 +59,7 @@ def test_fresh_data_are_matched_better_and_the_structure_stays(trained, options)
 def test_the_best_state_is_kept_and_training_ends_early(pair, monkeypatch):
     """A rate that ruins everything leaves the model as it was."""
     model, small, data = pair
-    monkeypatch.setattr(polish, "_RATE", 10.0)
+    monkeypatch.setattr(polish.WholeOutputs, "rate", 10.0)
     ruined = copy.deepcopy(small)
     done = polish_(ruined, WholeOutputs(ruined, model), ["0", "2", "4"], data, 200, 0)
     assert done.steps < 200
@@ -191,7 +191,7 @@ def test_decoders_are_polished_in_their_layers(form):
             float((one(fresh).logits.softmax(-1).sqrt() - model(fresh).logits.softmax(-1).sqrt()).square().sum())
             for one in (plain, small)
         ]
-    assert errors[1] < 0.95 * errors[0]
+    assert errors[1] < 0.98 * errors[0]
     done = cx.record(small).options
     assert done.held_out_error == done.polish.after < done.polish.before
 

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -24,14 +24,15 @@ from crystallite.statistics.trainer import Trainer
 __all__ = ["Comparison", "WholeOutputs", "polish_", "polish_checkpoints"]
 
 _BATCH = 32  # samples of a step
-_RATE = 1e-3  # at the top of the schedule, where weights read up to 160 inputs; lower in proportion to more
-_INPUTS = 160
+_INPUTS = 160  # that weights may read before the rate is lowered in proportion
 _EVALUATIONS = 10  # of the held-out error
 _PATIENCE = 7  # evaluations without a better one after which training ends: a high rate does harm before it helps
 
 
 class Comparison(Protocol):
     """How what a model returns is compared with what the dense one does."""
+
+    rate: ClassVar[float]  # of training by it, at the top of the schedule, where weights read few inputs
 
     def samples(self, batch: Batch) -> int:
         """Of a step that takes them from this batch."""
@@ -49,6 +50,8 @@ class Comparison(Protocol):
 @dataclass(frozen=True)
 class WholeOutputs:
     """All that both models return for a batch, at once."""
+
+    rate: ClassVar[float] = 1e-3
 
     model: nn.Module
     dense: nn.Module
@@ -148,7 +151,7 @@ class _Polishing:
         values: dict[str, Tensor] = {f"model.{name}": p for name, p in parameters.items()}
         values |= {f"best.{name}": value for name, value in self.best.items()}
         self.trainer = Trainer(
-            list(parameters.values()), values, {"history": []}, _rate(parameters), steps, checkpoints
+            list(parameters.values()), values, {"history": []}, _rate(compared.rate, parameters), steps, checkpoints
         )
 
     @property
@@ -180,16 +183,18 @@ class _Polishing:
                 value.copy_(self.parameters[name])
 
 
-def _rate(parameters: Mapping[str, Tensor]) -> float:
+def _rate(top: float, parameters: Mapping[str, Tensor]) -> float:
     """At the top of the schedule: a step of each of n weights moves what they sum up to n times.
 
-    >>> _rate({"0.weight": torch.ones(4, 10), "0.bias": torch.ones(4)}), _rate({"0.weight": torch.ones(4, 20, 5, 5)})
-    (0.001, 0.00032)
-    >>> _rate({"0.weights.0": torch.ones(2, 4, 10)})  # blocks of the same size, each (outputs, inputs)
+    >>> _rate(0.001, {"0.weight": torch.ones(4, 10), "0.bias": torch.ones(4)})
+    0.001
+    >>> _rate(0.001, {"0.weight": torch.ones(4, 20, 5, 5)})
+    0.00032
+    >>> _rate(0.001, {"0.weights.0": torch.ones(2, 4, 10)})  # blocks of the same size, each (outputs, inputs)
     0.001
     """
     matrices = {name: p for name, p in parameters.items() if p.ndim > 1}
     inputs = {n: p.shape[-1] if "weights" in n.split(".") else p[0].numel() for n, p in matrices.items()}
     weights = sum(p.numel() for p in matrices.values())
     mean = sum(p.numel() * inputs[name] for name, p in matrices.items()) / max(weights, 1)
-    return _RATE * min(1.0, _INPUTS / max(mean, 1.0))
+    return top * min(1.0, _INPUTS / max(mean, 1.0))

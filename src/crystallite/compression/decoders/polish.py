@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +34,7 @@ _HEAD = 128  # positions at once, where logits of both models are compared
 class _NextTokens:
     """Two decoders, compared by what they predict at each position; see `Comparison`."""
 
+    rate: ClassVar[float] = 3e-4  # few steps: at three times that SmolLM2 gets worse before it gets better
     small: Stack
     dense: Stack
     _known: dict[int, Tensor] = field(default_factory=dict)  # of batches that judge: what the dense layers write
