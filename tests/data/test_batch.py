@@ -99,6 +99,35 @@ def test_runs_with_and_without_gradients():
         Batch(0, 2, (torch.zeros(2, 3),)).run(model)
 
 
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ValueError("specify input_ids"), r"\(float32 \[2, 3\], mask int64 \[2\]\): specify input_ids; data is a list"),
+        (IndexError("index out of range in self"), "in self: ids and labels must lie inside the vocabulary, positions"),
+        (KeyError("ids"), "KeyError: 'ids'; data"),
+        (AssertionError(), "AssertionError: ; data"),
+    ],
+)
+def test_what_a_model_raises_is_one_line_with_what_it_was_given(error, said):
+    class Raises(nn.Module):
+        def forward(self, x, mask):
+            raise error
+
+    with pytest.raises(cx.InvalidOption, match=f"Raises cannot be called with the batch at sample 0 .*{said}"):
+        Batch(0, 2, (torch.zeros(2, 3),), {"mask": torch.ones(2, dtype=torch.int64)}).run(Raises())
+
+
+@pytest.mark.parametrize("error", [cx.CrystalliteError("known"), cx.InvalidOption("known"), ZeroDivisionError()])
+def test_other_errors_stay_as_they_are(error):
+    class Raises(nn.Module):
+        def forward(self, x):
+            raise error
+
+    with pytest.raises(type(error)) as raised:
+        Batch(0, 2, (torch.zeros(2, 3),)).run(Raises())
+    assert raised.value is error
+
+
 def test_labels_reach_models_that_take_them_but_not_a_call():
     class Labelled(nn.Module):
         def forward(self, x, labels=None):

@@ -13,10 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from crystallite.core.arrays import odd_tensor
-from crystallite.core.errors import InvalidOption
+from crystallite.core.errors import CrystalliteError, InvalidOption
 from crystallite.data.outputs import equal_up_to_rounding, main_output, same_structure, tensors
 
 __all__ = ["Batch", "batches", "check_repeatable", "evaluating", "is_one_batch", "repeatable"]
+
+
+_BAD_CALL = (TypeError, RuntimeError, ValueError, LookupError, AttributeError, AssertionError)  # raised by models
 
 
 @dataclass(frozen=True)
@@ -95,9 +98,12 @@ class Batch:
         with nullcontext() if gradients else torch.no_grad():
             try:
                 return model(*here.positional, **named)
-            except (TypeError, RuntimeError) as error:
+            except CrystalliteError:
+                raise
+            except _BAD_CALL as error:
                 raise InvalidOption(
-                    f"the {type(model).__name__} cannot be called with the batch at sample {self.offset}: {error}; "
+                    f"the {type(model).__name__} cannot be called with the batch at sample {self.offset} "
+                    f"({', '.join(_said(here.positional, named))}): {_reason(error)}; "
                     "data is a list of batches, a batch (inputs, target), several positional inputs ((a, b), target)"
                 ) from error
 
@@ -111,6 +117,32 @@ class Batch:
     def _with(self, change: Callable[[Any], Any]) -> Batch:
         named = {name: change(value) for name, value in self.named.items()}
         return replace(self, positional=tuple(map(change, self.positional)), named=named, target=change(self.target))
+
+
+def _said(positional: Iterable[Any], named: Mapping[str, Any]) -> Iterator[str]:
+    """What a model is called with, in words.
+
+    >>> list(_said([torch.zeros(2, 3)], {"mask": torch.ones(2, dtype=torch.int64), "use_cache": False}))
+    ['float32 [2, 3]', 'mask int64 [2]', 'use_cache bool']
+    """
+    for name, value in (*(("", value) for value in positional), *named.items()):
+        is_tensor = isinstance(value, Tensor)
+        kind = f"{value.dtype} {list(value.shape)}".removeprefix("torch.") if is_tensor else type(value).__name__
+        yield f"{name} {kind}".lstrip()
+
+
+def _reason(error: Exception) -> str:
+    """What went wrong; of an index, where it may come from.
+
+    >>> print(_reason(IndexError("Target 9 is out of bounds.")))
+    Target 9 is out of bounds: ids and labels must lie inside the vocabulary, positions and classes
+    >>> print(_reason(KeyError("x")))
+    KeyError: 'x'
+    """
+    said = str(error) if isinstance(error, (TypeError, ValueError, RuntimeError, IndexError)) else ""
+    if "out of range in self" in said or "out of bounds" in said:
+        said = f"{said.rstrip('.')}: ids and labels must lie inside the vocabulary, positions and classes"
+    return said or f"{type(error).__name__}: {error}"
 
 
 def is_one_batch(data: Any) -> bool:
