@@ -167,3 +167,9 @@ def test_calibration_looks_at_no_target_and_ends_an_endless_loader():
     found = Calibration.read(endless())
     assert sum(batch.size for batch in found.all) == 32_768
     assert all(batch.target is None for batch in found.all)
+
+
+@pytest.mark.parametrize(("samples", "fitted"), [(2, 1), (3, 2), (4, 3), (5, 4)])
+def test_few_samples_in_one_batch_are_cut_in_two(samples, fitted):
+    data = Calibration.read(torch.zeros(samples, 3))
+    assert [batch.size for batch in data.all] == [fitted, samples - fitted]

@@ -41,6 +41,8 @@ class Calibration:
         >>> parts = Calibration.read([torch.zeros(4, 3)] * 10)
         >>> len(parts.fitted), len(parts.held_out)
         (8, 2)
+        >>> [[batch.size for batch in Calibration.read(torch.zeros(size, 3)).all] for size in (2, 4, 10)]
+        [[1, 1], [3, 1], [8, 2]]
         """
         found: list[Batch] = []
         more: list[Batch] = []
@@ -53,7 +55,8 @@ class Calibration:
             positions += count_positions(batch)
             size += sum(value.nbytes for value in batch.values if isinstance(value, Tensor))
         if len(found) == 1:
-            found = list(found[0].split(math.ceil(found[0].size * (1 - _HELD_OUT))))
+            fitted = min(math.ceil(found[0].size * (1 - _HELD_OUT)), found[0].size - 1)
+            found = list(found[0].split(max(1, fitted)))
         if len(found) < 2:
             raise InvalidOption(
                 "calibration: expected at least two samples, one to fit on and one to judge by, got one"
