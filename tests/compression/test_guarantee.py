@@ -117,6 +117,10 @@ def test_losses_are_relative_bounded_and_without_padding():
     assert sample_losses(far, same, [batch], "deviation").tolist() == [1, 1, 1]
     assert sample_losses(Shifted(float("nan")), same, [batch], "deviation").tolist() == [1, 1, 1]
     assert sample_losses(Shifted(-2.0), same, [batch], "disagreement").tolist() == [1, 1, 1]
+    maps = torch.randn(3, 4, 6, 6)  # turned round by the other model, so that the least class is the largest
+    assert sample_losses(Shifted(-2.0), same, [Batch(0, 3, (maps,))], "disagreement").tolist() == [1, 1, 1]
+    with pytest.raises(cx.InvalidOption, match="no output of the model"):  # one number at each place is no choice
+        sample_losses(same, same, [Batch(0, 3, (maps[:, :1],))], "disagreement")
     mask = torch.tensor([[1, 1, 0, 0, 0]] * 3)
     padded = Batch(0, 3, (), {"x": torch.where(mask[..., None] == 1, x, 1e9), "attention_mask": mask})
     assert sample_losses(ten, same, [padded], "deviation") == pytest.approx([0.1] * 3)

@@ -12,6 +12,8 @@ from torch import nn
 
 import crystallite as cx
 from crystallite.cli.main import main
+from crystallite.data.batch import batches
+from crystallite.export.comparison import InRuntime
 from crystallite.export.run import export
 from tests.helpers import compressible as networks
 from tests.helpers.tolerance import assert_close
@@ -83,6 +85,16 @@ def test_sums_and_norms_stay_apart(tmp_path, int8):
     assert kinds.count("Sum") == 2
     if not int8:
         assert_close(torch.from_numpy(outputs(file, input=samples(count=4))[0]), model(samples(count=4)).detach())
+
+
+def test_maps_agree_where_their_classes_do(tmp_path):
+    torch.manual_seed(0)
+    model, other = (nn.Conv2d(1, 3, 3, padding=1).eval() for _ in range(2))
+    x = torch.randn(9, 1, 5, 4)
+    done = export(model, tmp_path / "map.onnx", x)
+    assert done.agreement == 1
+    _, agreement = InRuntime(onnxruntime, tmp_path / "map.onnx", model).compare(batches(x), other)
+    assert agreement == pytest.approx(float((model(x).argmax(1) == other(x).argmax(1)).double().mean()))
 
 
 def test_eight_bits_are_smaller_and_near(fitted, tmp_path):

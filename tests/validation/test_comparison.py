@@ -105,6 +105,21 @@ def test_tensors_are_found_wherever_they_stand():
     }
 
 
+def test_maps_decide_between_their_classes_at_each_place():
+    a, b = torch.randn(2, 20, 3, 4, 5, generator=torch.Generator().manual_seed(0))
+    (found,) = compare(a, b, 7).outputs
+    np.testing.assert_allclose(found.agreement, (a.argmax(1) == b.argmax(1)).double().mean((1, 2)))
+    assert found.decides
+    assert not compare(a[:, :1], b[:, :1]).outputs[0].decides  # one number at each place is no choice
+
+
+def test_what_has_no_row_per_sample_decides_along_its_last_axis():
+    a, b = torch.randn(2, 6, 4, 5, generator=torch.Generator().manual_seed(0))
+    running = RunningComparison()
+    running.add(Batch(0, 4), a, b)
+    assert running.done().outputs[0].agreement == pytest.approx([float((a.argmax(-1) == b.argmax(-1)).double().mean())])
+
+
 @pytest.mark.parametrize("other", [{"a": torch.zeros(2)}, {"a": torch.zeros(2), "b": torch.zeros(3)}])
 def test_the_place_of_a_different_output_is_named(other):
     with pytest.raises(InvalidOption, match=r"output\.b: the original returns \(2,\)"):

@@ -21,7 +21,7 @@ from crystallite.core.errors import InvalidOption
 from crystallite.core.suggest import check_choice
 from crystallite.data.batch import Batch
 from crystallite.data.calibration import Calibration
-from crystallite.data.outputs import tensors
+from crystallite.data.outputs import class_axis, tensors
 from crystallite.models.record import RISKS, Guarantee
 
 __all__ = ["BUDGETS", "cheapest", "p_value", "sample_losses", "set_aside"]
@@ -162,8 +162,8 @@ def _samples(data: Calibration) -> int:
 def sample_losses(model: nn.Module, dense: nn.Module, data: Sequence[Batch], risk: str) -> np.ndarray:
     """(samples,) the loss of each, between 0 and 1; the largest over the model's outputs.
 
-    "deviation": ‖y′ − y‖ / ‖y‖, 1 where it is more; "disagreement": the share of decisions, argmax along the last axis,
-    that differ. Padding does not count. A loss depends on its own sample alone, as the test asks for.
+    "deviation": ‖y′ − y‖ / ‖y‖, 1 where it is more; "disagreement": the share of decisions, argmax over
+    classes, that differ. Padding does not count. A loss depends on its own sample alone, as the test asks for.
     """
     found = []
     for batch in data:
@@ -180,7 +180,7 @@ def sample_losses(model: nn.Module, dense: nn.Module, data: Sequence[Batch], ris
 
 
 def _decides(value: Tensor, risk: str) -> bool:
-    return risk == "deviation" or (value.ndim > 1 and value.shape[-1] > 1)
+    return risk == "deviation" or (value.ndim > 1 and value.shape[class_axis(value)] > 1)
 
 
 def _loss(ours: Tensor, expected: Tensor, batch: Batch, risk: str) -> Tensor:
@@ -188,7 +188,8 @@ def _loss(ours: Tensor, expected: Tensor, batch: Batch, risk: str) -> Tensor:
     padded = isinstance(mask, Tensor) and expected.ndim > 2 and mask.shape == expected.shape[:2]
     keep = mask.to(expected.device).bool() if padded and isinstance(mask, Tensor) else None
     if risk == "disagreement":
-        other = (ours.argmax(-1) != expected.argmax(-1)).double()
+        axis = class_axis(expected) if keep is None else -1
+        other = (ours.argmax(axis) != expected.argmax(axis)).double()
         if keep is not None:
             return (other.reshape(*keep.shape, -1) * keep[..., None]).sum((1, 2)) / _count(keep, other)
         return other.reshape(batch.size, -1).mean(1)

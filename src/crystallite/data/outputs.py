@@ -11,7 +11,7 @@ from torch import Tensor
 
 from crystallite.core.errors import InvalidOption
 
-__all__ = ["ROUNDING", "equal_up_to_rounding", "judged", "main_output", "same_structure", "tensors"]
+__all__ = ["ROUNDING", "class_axis", "equal_up_to_rounding", "judged", "main_output", "same_structure", "tensors"]
 
 # what two orders of the same sums may differ by at the end of a deep network, relative to the size of its output
 ROUNDING = {torch.float64: 1e-10, torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 2e-2}
@@ -43,6 +43,15 @@ def _walk(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
             yield from _walk(getattr(value, part.name), f"{path}.{part.name}")
 
 
+def class_axis(scores: Tensor) -> int:
+    """Where classes stand that one is chosen from: last; of maps (samples, classes, height, width) second.
+
+    >>> class_axis(torch.zeros(2, 7, 10)), class_axis(torch.zeros(2, 10, 8, 8))
+    (-1, 1)
+    """
+    return 1 if scores.ndim > 3 else -1
+
+
 def judged(output: Any) -> dict[str, Tensor]:
     """What a model returned in numbers whose differences count alike, with gradients: floating-point tensors.
 
@@ -53,18 +62,21 @@ def judged(output: Any) -> dict[str, Tensor]:
     >>> found = judged({"logits": logits, "values": logits, "count": torch.tensor(1)})
     >>> [(path, bool((t[0] - t[1]).abs().max() > 1e-6)) for path, t in found.items()]
     [('output.logits', False), ('output.values', True)]
+    >>> (maps,) = judged({"logits": torch.zeros(1, 4, 2, 3)}).values()
+    >>> float(maps[0, 0, 0, 0])  # √¼ twice: four classes at each place
+    1.0
     """
     found = {path: value for path, value in tensors(output).items() if value.is_floating_point()}
     return {path: _decided(value) if _is_logits(path, value) else value for path, value in found.items()}
 
 
 def _is_logits(path: str, value: Tensor) -> bool:
-    return path.endswith(".logits") and value.ndim > 1 and value.shape[-1] > 1  # one number is no decision
+    return path.endswith(".logits") and value.ndim > 1 and value.shape[class_axis(value)] > 1  # one is no choice
 
 
 def _decided(logits: Tensor) -> Tensor:
     single = torch.promote_types(logits.dtype, torch.float32)
-    return 2 * (logits.to(single).log_softmax(-1) / 2).exp()
+    return 2 * (logits.to(single).log_softmax(class_axis(logits)) / 2).exp()
 
 
 def same_structure(original: dict[str, Tensor], reorganized: dict[str, Tensor]) -> dict[str, Tensor]:

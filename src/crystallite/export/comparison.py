@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from crystallite.core.errors import InvalidOption
 from crystallite.data.batch import Batch
+from crystallite.data.outputs import class_axis
 from crystallite.data.positions import real_positions
 from crystallite.export.tracing import named_inputs, named_outputs
 
@@ -56,9 +57,10 @@ class InRuntime:
                 squares = float(difference.square().sum())
                 apart[name] = apart.get(name, 0.0) + (squares if math.isfinite(squares) else math.inf)
                 size[name] = size.get(name, 0.0) + float(wanted[wanted.isfinite()].double().square().sum())
-                if number == 0 and wanted.is_floating_point() and wanted.ndim > 1 and wanted.shape[-1] > 1:
-                    equal += int((wanted.argmax(-1) == other.argmax(-1)).sum())
-                    decisions += wanted[..., 0].numel()
+                axis = class_axis(wanted)
+                if number == 0 and wanted.is_floating_point() and wanted.ndim > 1 and wanted.shape[axis] > 1:
+                    same = wanted.argmax(axis) == other.argmax(axis)
+                    equal, decisions = equal + int(same.sum()), decisions + same.numel()
         ratios = [math.sqrt(a / size[name]) if size[name] else float(a > 0) for name, a in apart.items()]
         return max(ratios), equal / decisions if decisions else None
 

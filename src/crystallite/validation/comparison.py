@@ -13,12 +13,12 @@ from torch import Tensor
 
 from crystallite.core.errors import InvalidOption
 from crystallite.data.batch import Batch
-from crystallite.data.outputs import same_structure, tensors
+from crystallite.data.outputs import class_axis, same_structure, tensors
 
 __all__ = ["Case", "Comparison", "OutputComparison", "RunningComparison"]
 
 _SMALL = 0.1  # an output smaller than this share of the usual size is measured against that share
-_STATES = ("hidden_state", "pooler_output", "embed")  # in names of outputs whose largest entry decides nothing
+_STATES = ("hidden_state", "pooler_output", "embed", "attentions")  # in names of outputs that decide nothing
 _AT_ONCE = 1 << 22  # numbers converted to float64 together
 
 
@@ -49,7 +49,7 @@ class OutputComparison:
     norm: np.ndarray  # ‖y‖ of the original
     other_norm: np.ndarray
     product: np.ndarray  # y′ · y
-    agreement: np.ndarray  # share of equal decisions: argmax along the last axis; NaN where there is none to take
+    agreement: np.ndarray  # share of equal decisions: argmax over classes; NaN where there is none to take
     place: np.ndarray  # of the original's largest entry
     value: np.ndarray
     other_place: np.ndarray
@@ -174,7 +174,7 @@ def _rows(original: Tensor, reorganized: Tensor, batch: Batch) -> Iterator[np.nd
     step = max(1, _AT_ONCE // pair[0][0].numel())
     for start in range(0, len(pair[0]), step):
         parts = [t[start : start + step] for t in pair]
-        agreement = _agreement(parts[0], parts[1])
+        agreement = _agreement(parts[0], parts[1], -1 if whole else class_axis(parts[0]))
         a, b = (t.reshape(len(t), -1).cpu().double() for t in parts)  # (samples, numbers)
         index = torch.arange(batch.offset + start, batch.offset + start + len(a))
         largest = [t.max(1) for t in (a, b)]
@@ -183,10 +183,10 @@ def _rows(original: Tensor, reorganized: Tensor, batch: Batch) -> Iterator[np.nd
         yield torch.stack([column.double() for column in columns], 1).numpy()
 
 
-def _agreement(a: Tensor, b: Tensor) -> Tensor:
+def _agreement(a: Tensor, b: Tensor, axis: int) -> Tensor:
     """(samples,) share of decisions in which two outputs agree."""
-    if a.is_floating_point() and a.ndim > 1 and a.shape[-1] > 1:
-        same = a.argmax(-1) == b.argmax(-1)
+    if a.is_floating_point() and a.ndim > 1 and a.shape[axis] > 1:
+        same = a.argmax(axis) == b.argmax(axis)
     elif a.is_floating_point():
         return torch.full((len(a),), float("nan"))
     else:
