@@ -87,6 +87,19 @@ def test_sums_and_norms_stay_apart(tmp_path, int8):
         assert_close(torch.from_numpy(outputs(file, input=samples(count=4))[0]), model(samples(count=4)).detach())
 
 
+@pytest.mark.parametrize("kind", [{"int8": True}, {"type": "q8_0"}])
+def test_what_is_not_rounded_is_said(fitted, kind, tmp_path):
+    torch.manual_seed(0)
+    ends = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 64), nn.Linear(64, 4))
+    model = nn.Sequential(nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 32, 3), *ends).eval()
+    convolutions = 9 * (32 + 32 * 32)
+    share = convolutions / (convolutions + 32 * 64 + 64 * 4)
+    done = export(model, tmp_path / "conv.onnx", torch.randn(9, 1, 8, 8), **kind)
+    assert f"{share:.0%} of the weights stay in floating point" in str(done)
+    _, small = fitted
+    assert "stay in" not in str(export(small, tmp_path / "linear.onnx", samples(count=9), **kind))
+
+
 def test_maps_agree_where_their_classes_do(tmp_path):
     torch.manual_seed(0)
     model, other = (nn.Conv2d(1, 3, 3, padding=1).eval() for _ in range(2))

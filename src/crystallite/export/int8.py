@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from crystallite.export.tracing import quiet
 from crystallite.models.swap import put_everywhere_
 from crystallite.operators.linear import BlockLinear
 
-__all__ = ["quantise_tables_", "quantised", "save", "with_plain_layers"]
+__all__ = ["count_floats", "quantise_tables_", "quantised", "save", "with_plain_layers"]
 
 _QUANTISED = ("MatMul", "Gemm", "LSTM", "Attention")  # 8-bit convolutions do not run on every CPU
 _MOVED = 600  # multiply-adds of 8-bit integers that ONNX Runtime does while it moves one number to another place
@@ -84,6 +85,15 @@ def quantised(file: Path, apart: bool = False) -> Path:
         quantise_tables_(program.graph)
         save(program, small, apart)
     return small
+
+
+def count_floats(file: Path) -> int:
+    """How many numbers of weights a written graph holds in floating point; biases, norms and scales do not count."""
+    import onnx
+
+    stored = onnx.load(file, load_external_data=False).graph.initializer
+    floats = [each for each in stored if each.data_type == onnx.TensorProto.FLOAT and len(each.dims) > 1]
+    return sum(math.prod(each.dims) for each in floats if not each.name.endswith("_scales"))
 
 
 def save(program: Any, file: Path, apart: bool) -> None:

@@ -18,7 +18,7 @@ from crystallite.core.files import sync_folder, writing
 from crystallite.data.batch import Batch, batches
 from crystallite.data.outputs import ROUNDING
 from crystallite.export.comparison import Differs, InRuntime
-from crystallite.export.int8 import quantised, with_plain_layers
+from crystallite.export.int8 import count_floats, quantised, with_plain_layers
 from crystallite.export.past import take_past_
 from crystallite.export.tracing import Axis, as_function, changed, is_text, named_inputs, named_outputs, twin_of, write
 from crystallite.export.weight_only import with_rounded_weights
@@ -28,6 +28,7 @@ __all__ = ["TYPES", "Exported", "export_onnx"]
 
 TYPES = ("f32", "q8_0", "q4_1", "q4_0")
 _NEAR = {"int8": 0.1, "q8_0": 0.1, "q4_1": 0.3, "q4_0": 0.3}  # deviations that are usual, or there is a mistake
+_FEW = 0.1  # of the weights, that may stay in floating point without a word
 _CHECKED = 8  # batches, at most, that both run
 _LARGEST = 2**31 - 2**24  # bytes of weights: a file of protobuf has at most 2 GB, the graph included
 
@@ -107,14 +108,23 @@ def export_onnx(
         if not found[0] <= limit:
             raise InvalidOption(_too_far(target, found[0], limit, kind, _generates(model)))
         del graph.session  # which may hold the file of weights
+        floats = 0 if kind == "f32" else count_floats(file)
         length = _put_in_place(file, target)
     notes = [
         *([f"computes in float32: the weights were {half}, for which ONNX Runtime lacks operators"] if half else []),
         *_fixed_axes(graph, traced),
         *([_DECODERS] if int8 and _generates(model) else []),
+        *_left_in_float(function, floats),
     ]
     samples = sum(batch.size for batch in given)
     return Exported(str(target), length, kind, samples, *found, graph.inputs, graph.outputs, tuple(notes))
+
+
+def _left_in_float(model: nn.Module, floats: int) -> Iterator[str]:
+    """What to say where a good part of the weights was not rounded."""
+    share = floats / max(1, sum(parameter.numel() for parameter in model.parameters() if parameter.ndim > 1))
+    if share > _FEW:
+        yield f"{min(share, 1.0):.0%} of the weights stay in floating point, those of convolutions for instance"
 
 
 _DECODERS = (
