@@ -102,6 +102,25 @@ def test_convolutions_of_low_rank_read_channels_too_at_any_size():
     assert unfamiliar(small, torch.randn(50, 24, 13, 30) + 2).share > 0.9
 
 
+@pytest.mark.parametrize("few", [4, 8])
+def test_few_samples_held_out_do_not_make_others_unlike(few):
+    """Long texts and images: many positions in each of few samples, which differ as a whole."""
+
+    def images(samples, seed):
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randn(samples, 50, 8, generator=generator) + torch.randn(samples, 1, 8, generator=generator)
+
+    net, seen, others = nn.Linear(8, 2), Unfamiliar(), Unfamiliar()
+    for seed in range(60):
+        known = describe(net, [""], [Batch(0, 40, (images(40, seed),))], [Batch(0, few, (images(few, 100 + seed),))])
+        with scoring(net, known, seen.add):
+            net(images(200, 200 + seed))
+        with scoring(net, known, others.add):
+            net(2 * images(200, 200 + seed))
+    assert seen.share < 0.05
+    assert others.share > 0.9
+
+
 def test_what_is_no_covariance_is_refused_by_name():
     with (
         pytest.raises(CheckpointError, match="layer 0"),

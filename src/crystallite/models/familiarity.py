@@ -11,6 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from scipy import special
 from torch import Tensor, nn
 
 from crystallite.core.errors import CheckpointError
@@ -187,9 +188,22 @@ def _with_usual(known: Sequence[Familiar], scores: Sequence[Tensor]) -> tuple[Fa
     if not scores:
         return ()
     every = torch.cat(list(scores), 1)
-    usual = every.quantile(_USUAL, 1).clamp_min(_LEAST_USUAL)
-    usual = usual * (every / usual[:, None]).amax(0).quantile(_USUAL).clamp_min(1)  # in all layers together
+    usual = _most(every).clamp_min(_LEAST_USUAL)
+    usual = usual * _most((every / usual[:, None]).amax(0, keepdim=True)).clamp_min(1)  # in all layers together
     return tuple(replace(one, usual=most) for one, most in zip(known, usual.tolist(), strict=True))
+
+
+def _most(scores: Tensor) -> Tensor:
+    """(rows,) What all but 1 % of samples score at most, by the scores of some, (rows, samples).
+
+    The quantile of fewer than a hundred is about their largest, and one of so many others scores more: then it is the
+    bound for one more sample of a normal distribution that is known by these alone, where that is larger.
+    """
+    found, count = scores.quantile(_USUAL, 1), scores.shape[1]
+    if 1 < count < 1 / (1 - _USUAL):
+        spread = scores.std(1) * math.sqrt(1 + 1 / count)
+        found = found.maximum(scores.mean(1) + float(special.stdtrit(count - 1, _USUAL)) * spread)
+    return found
 
 
 @contextmanager
