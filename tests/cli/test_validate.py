@@ -125,6 +125,12 @@ def test_files_that_cannot_be_read_are_refused(tmp_path, name, content):
         read_data(tmp_path / name, 4)
 
 
+def test_an_array_without_a_name_is_refused(tmp_path):
+    np.save(tmp_path / "bad.npy", np.zeros((4, 3), dtype=np.float32))
+    with pytest.raises(CrystalliteError, match=r"bad\.npy: expected \.npz with named arrays, got one array"):
+        read_data(tmp_path / "bad.npy", 4)
+
+
 def test_a_missing_folder_is_refused(files, capsys):
     folder, _ = files
     assert command("model", folder / "nowhere", "--data", folder / "data.npz") == 2

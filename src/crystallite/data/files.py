@@ -90,10 +90,12 @@ def _arrays(path: Path) -> dict[str, Tensor]:
     try:
         if path.suffix == ".safetensors":
             return load_file(path)
-        with path.open("rb") as stream, np.load(stream, allow_pickle=False) as stored:
+        with path.open("rb") as stream:
+            stored = np.load(stream, allow_pickle=False)
             if not isinstance(stored, np.lib.npyio.NpzFile):
-                raise CheckpointError(f"{path}: expected .npz with named arrays, got one array")
-            return {name: torch.from_numpy(stored[name]) for name in stored.files}
+                raise CheckpointError(f"{path}: expected .npz with named arrays, got one array; np.savez names it")
+            with stored:
+                return {name: torch.from_numpy(stored[name]) for name in stored.files}
     except (ValueError, TypeError, EOFError, SafetensorError, zipfile.BadZipFile) as error:
         raise CheckpointError(f"{path}: expected arrays in .npz or .safetensors: {error}") from None
 
