@@ -265,7 +265,8 @@ def test_weights_that_were_given_need_no_note(file, tmp_path, capsys):
     ("model", "message"),
     [
         ("{}:broken", "RuntimeError: no data"),
-        ("{}:missing", "AttributeError"),
+        ("{}:missing", "AttributeError: there is no missing in"),
+        ("{}:biuld", ".py; did you mean 'build'?"),
         ("{}:", "file.py:factory"),
         ("nowhere.py:build", "no file nowhere.py"),
     ],

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from crystallite.core.errors import CheckpointError, InvalidOption
+from crystallite.core.suggest import nearest
 from crystallite.models.artifact import load, load_mapped, save
 from crystallite.models.layered_folder import is_transformers_folder
 from crystallite.models.manifest import is_saved
@@ -67,6 +68,9 @@ def _from_code(source: str) -> nn.Module:
     try:
         factory: Any = importlib.import_module(place) if file is None else _module_of(file)
         for part in factory_name.split("."):
+            if not hasattr(factory, part):
+                known = [name for name in dir(factory) if callable(getattr(factory, name, None))]
+                raise AttributeError(f"there is no {part} in {place}{nearest(part, known)}")
             factory = getattr(factory, part)
         model = factory()
     except Exception as error:  # whatever the user's code raises
