@@ -36,6 +36,15 @@ def test_ignored_positions_do_not_count():
     )
 
 
+@pytest.mark.parametrize("metric", ["accuracy", "loss"])
+@pytest.mark.parametrize(("scores", "label"), [((6, 3), 3), ((6, 3), -1), ((6, 3, 4, 4), 3), ((6, 1), 1)])
+def test_labels_without_a_score_are_refused(metric, scores, label):
+    target = torch.zeros(scores[0], *scores[2:], dtype=torch.int64)
+    target[4] = label
+    with pytest.raises(InvalidOption, match=rf"{metric}: expected labels from 0 to {scores[1] - 1}, .* got {label};"):
+        measured(metric, torch.randn(scores), target)
+
+
 def test_losses_of_classes_numbers_and_models():
     scores, labels = torch.randn(30, 5), torch.randint(5, (30,))
     assert measured("loss", scores, labels)[0] == pytest.approx(F.cross_entropy(scores, labels).item(), rel=1e-5)

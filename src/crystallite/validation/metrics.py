@@ -170,13 +170,24 @@ def _scores_and_classes(output: Any, target: Tensor, name: str) -> tuple[Tensor,
     scores = main_output(output).detach().cpu()
     target = target.cpu()
     if scores.shape[:-1] == target.shape:
-        return scores.movedim(-1, 1) if scores.ndim > 1 else scores, target
+        return _known_classes(scores.movedim(-1, 1), target, name) if scores.ndim > 1 else (scores, target)
     if scores.ndim > 1 and (scores.shape[0], *scores.shape[2:]) == target.shape:
-        return scores, target
+        return _known_classes(scores, target, name)
     raise InvalidOption(
         f"{name}: expected one class per row of the output, {tuple(scores.shape[:-1])}, got labels of shape "
         f"{tuple(target.shape)}; pass a function of (output, target) for another task"
     )
+
+
+def _known_classes(scores: Tensor, target: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    """Both as they are, if the output has a score for every label."""
+    wrong = target[(target != _IGNORED) & ((target < 0) | (target >= scores.shape[1]))]
+    if len(wrong):
+        raise InvalidOption(
+            f"{name}: expected labels from 0 to {scores.shape[1] - 1}, which the output has scores for, or {_IGNORED}, "
+            f"which does not count, got {wrong[0].item():g}; pass a function of (output, target) for another task"
+        )
+    return scores, target
 
 
 def _mean_per_sample(values: Tensor, counted: Tensor) -> Tensor:
