@@ -172,7 +172,10 @@ def named_classes(signature: Signature, config: Any) -> Signature:
 
 
 def _check_values(spec: TensorSpec, x: Tensor) -> None:
-    if spec.below is not None and not (int(x.min()) >= 0 and int(x.max()) < spec.below):
-        raise Refusal(400, f"{spec.name}: expected integers from 0 to {spec.below - 1}")
+    if spec.below is not None:
+        least, most = int(x.min()), int(x.max())
+        if least < 0 or most >= spec.below:
+            wrong = least if least < 0 else most
+            raise Refusal(400, f"{spec.name}: expected integers from 0 to {spec.below - 1}, got {wrong}")
     if x.is_floating_point() and not bool(x.isfinite().all()):
         raise Refusal(400, f"{spec.name}: expected finite numbers, got NaN or infinity")
