@@ -131,6 +131,8 @@ def test_missing_tokenizers_and_files_are_named(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(cx.InvalidOption, match="no tokenizer in this folder"):
         cx.texts(tmp_path / "a.txt", tmp_path / "empty")
+    with pytest.raises(cx.InvalidOption, match="nowhere: no such folder"):
+        cx.texts(tmp_path / "a.txt", tmp_path / "nowhere")
     with pytest.raises(cx.InvalidOption, match="text needs a tokenizer"):
         cx.texts(tmp_path / "a.txt", "my_package:build")
     with pytest.raises(cx.InvalidOption, match=r"b\.txt: no such text file"):

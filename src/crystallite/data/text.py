@@ -220,6 +220,8 @@ def open_tokenizer(tokenizer: Any) -> tuple[Any, int | None, bool]:
     config: dict[str, Any] = {}
     if place.is_file() and place.suffix == ".gguf":
         place, options = place.parent, {"gguf_file": place.name}
+    elif not place.exists() and ":" not in place.name:  # which would be code
+        raise InvalidOption(f"{place}: no such folder; text is read with the tokenizer in the model's folder")
     elif not place.is_dir():
         raise InvalidOption(
             f"{place}: text needs a tokenizer, which only a transformers folder or a .gguf file has; give token ids in "
