@@ -44,7 +44,9 @@ def test_pass_fail_and_what_is_kept(files, capsys):
     assert found["metric"] == {"name": "accuracy", "values": [1.0, 1.0]}
     assert read_manifest(small)["verdict"]["passed"] is True
     assert command("model", small, "--data", folder / "data.safetensors", "--min-agreement", 0.999) == 1
-    assert capsys.readouterr().out.startswith("FAILED on 600 samples")
+    said = capsys.readouterr().out
+    assert said.startswith("FAILED on 600 samples")
+    assert said.endswith(f"Verdict written into {small}.\n")
     assert read_manifest(small)["verdict"]["passed"] is False
 
 
@@ -68,11 +70,12 @@ def test_another_original_than_the_recorded_one_is_refused(files, capsys):
     assert read_manifest(small)["verdict"] is None
 
 
-def test_a_folder_without_a_manifest_is_opened_as_a_pretrained_model(files, monkeypatch):
+def test_a_folder_without_a_manifest_is_opened_as_a_pretrained_model(files, monkeypatch, capsys):
     folder, _ = files
     monkeypatch.setattr("crystallite.cli.validate.open_pretrained", lambda folder: model())
     (folder / "pretrained").mkdir()
     assert command("model", folder / "pretrained", "--data", folder / "data.npz") == 0
+    assert "Verdict written" not in capsys.readouterr().out
 
 
 def test_levels_are_swept(files, capsys):

@@ -97,7 +97,7 @@ _REORGANIZE = Command(
 _VALIDATE = Command(
     "validate",
     "judge whether a smaller model may replace the original",
-    "Run the original and the smaller model on the same inputs, and compare what they return.",
+    "Run the original and the smaller model on the same inputs, compare their outputs, and keep the verdict in SMALL.",
     (
         replace(MODEL, name="original", metavar="ORIGINAL"),
         Option("reorganized", "folder that reorganize, compress or upgrade wrote", Path, metavar="SMALL",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from typing import Any
 
 from crystallite.cli.running import open_data, open_dense, print_result
@@ -29,4 +30,6 @@ def run(options: argparse.Namespace, given: dict[str, Any]) -> int:
     original = open_dense(options.original, options.weights).eval()
     verdict = validate(original, reorganized, data, **given)
     print_result(verdict, verdict.to_json(), options, options.original)
+    if is_saved(options.reorganized):
+        print(f"\nVerdict written into {options.reorganized}.", file=sys.stderr if options.json else sys.stdout)
     return 0 if verdict.passed else 1
