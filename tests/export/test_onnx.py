@@ -175,6 +175,14 @@ def test_padding_is_not_compared(tmp_path):
         export(Loud(masked=False), tmp_path / "b.onnx", [batch])
 
 
+def test_data_that_are_no_numbers_are_named_as_the_reason(fitted, tmp_path):
+    x = samples(count=9)
+    x[3, 4] = torch.nan
+    with pytest.raises(cx.InvalidOption, match=r"a\.onnx: not written: outputs hold NaN or infinity.*check the data"):
+        export(fitted[1], tmp_path / "a.onnx", x)
+    assert os.listdir(tmp_path) == []
+
+
 class Continues(nn.Module):
     """Takes a state, and returns one; texts could be generated with it."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
 from collections.abc import Iterator
@@ -134,6 +135,8 @@ _DECODERS = (
 
 
 def _too_far(target: Path, found: float, limit: float, kind: str, decodes: bool) -> str:
+    if math.isinf(found):
+        return f"{target}: not written: outputs hold NaN or infinity, the model's or ONNX Runtime's; check the data"
     said = f"{target}: not written: in ONNX Runtime its outputs deviate by {found:.3g}, at most {limit:g} is allowed"
     if kind == "int8":
         return f"{said}; {_DECODERS if decodes else 'raise max_deviation=, or export without int8=True'}"
