@@ -216,7 +216,7 @@ def test_nan_fails_with_its_index():
     x[12, 3] = float("nan")
     verdict = validate(model, model, x, max_relative_deviation=None, min_agreement=0.5)
     assert not verdict.passed
-    assert "sample 12" in verdict.reasons[0]
+    assert "in 1 output, of sample 12" in verdict.reasons[0]
     json.dumps(verdict.to_json(), allow_nan=False)
 
 

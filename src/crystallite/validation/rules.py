@@ -96,7 +96,8 @@ class Rules:
         broken = comparison.not_finite
         if broken:
             names = ", ".join(str(case.index) for case in broken[:5]) + (", …" if len(broken) > 5 else "")
-            reason = f"{broken[0].output}: NaN or infinity in {len(broken)} outputs, of sample {names}"
+            outputs = f"{len(broken)} output{'s' * (len(broken) > 1)}"
+            reason = f"{broken[0].output}: NaN or infinity in {outputs}, of sample {names}"
             yield Outcome("finite", None, len(broken), "violated", reason)
 
     def _drop(self, metric: MetricResult | None) -> Iterator[Outcome]:
