@@ -16,6 +16,7 @@ from crystallite.models.record import Recipe, RecipeSearch
 from crystallite.separation import find_chains, random_partition, search, upgrade
 from crystallite.separation import task as tasks
 from crystallite.separation.search import Choices, find_recipe
+from crystallite.separation.stand_in import can_stand_in
 from tests.helpers import digits
 
 
@@ -73,11 +74,53 @@ def unseen():
 
 
 def test_samples_that_the_model_has_seen_choose_the_rate_alone(small_digits):
-    found = cx.record(run(small_digits)).options
+    found = cx.record(run(small_digits, partition="regions")).options
     recipes = [trial.recipe for trial in found.search.trials]
     assert recipes == [Recipe("regions", rate, 0.0, 1.0) for rate in (5e-3, 1e-2, 2e-2)]
     assert found.recipe == min(found.search.trials, key=lambda trial: trial.score).recipe
+    assert found.search.partition is None
     assert "chosen from 3 trials by 128 held-out samples" in str(found)
+
+
+def test_a_stand_in_that_has_not_seen_them_chooses_the_partition(small_digits):
+    found = cx.record(run(small_digits)).options
+    first = found.search.partition
+    assert [trial.recipe for trial in first.trials] == [Recipe(one, 5e-3, 0.0, 1.0) for one in ("regions", "spread")]
+    assert (first.trained_on, first.held_out) == (448, 128)  # one epoch is half, not two fifths: fewer batches
+    assert first.cost == pytest.approx((1 + 2 * 7 / 16) * 8 / 10)  # a training and two trials, on eight of ten batches
+    best = min(first.trials, key=lambda trial: trial.score).recipe.partition
+    assert {trial.recipe.partition for trial in found.search.trials} == {found.recipe.partition} == {best}
+    assert "partition chosen from 2 trials by 128 held-out samples, at 1.5 × the cost" in str(found)
+
+
+def test_blocks_that_need_inputs_of_both_kinds_get_them():
+    """Inputs are noisy copies of two numbers, and the class is the sign of their product: one kind does not say."""
+    torch.manual_seed(0)
+    kinds = torch.randn(1280, 2)
+    x, y = kinds.repeat_interleave(8, 1) + 0.1 * torch.randn(1280, 16), (kinds.prod(1) > 0).long()
+    net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 2))
+    data = DataLoader(TensorDataset(x, y), 64)
+    small = run((digits.train(net, data, 20).eval(), x, y), epochs=4, learning_rate=5e-3)
+    found = cx.record(small).options
+    scores = {trial.recipe.partition: trial.score for trial in found.search.partition.trials}
+    assert scores["spread"] < 0.7 * scores["regions"]
+    assert found.recipe.partition == "spread"
+
+
+def test_a_model_that_cannot_be_drawn_anew_keeps_the_first_partition(small_digits):
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net, self.scale = small_digits[0], nn.Parameter(torch.ones(10))
+
+        def forward(self, x):
+            return self.net(x) * self.scale
+
+    assert can_stand_in(small_digits[0])
+    assert not can_stand_in(Own())
+    found = cx.record(run((Own(), *small_digits[1:]), ignore="net.4", learning_rate=5e-3, epochs=1)).options
+    assert found.search.partition is None
+    assert found.recipe.partition == "regions"
 
 
 def test_others_turn_every_knob(small_digits):

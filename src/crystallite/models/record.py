@@ -278,13 +278,15 @@ class RecipeSearch:
     held_out: int = 0  # samples that judged
     cost: float = 0.0  # training steps of all trials, as a share of those of the upgrade itself
     note: str = ""  # why nothing was tried, if so
+    partition: RecipeSearch | None = None  # of a network with new weights, which chose the partition first
 
     def __str__(self) -> str:
+        first = "" if self.partition is None else f"; partition {self.partition}, by a network with new weights"
         if self.note:
-            return f"not searched: {self.note}"
+            return f"not searched: {self.note}{first}"
         return (
             f"chosen from {len(self.trials)} trials by {self.held_out} held-out samples, at {self.cost:.1f} × the cost "
-            "of training"
+            f"of training{first}"
         )
 
 

@@ -10,6 +10,8 @@ trained model, batches
                  └─ straight_through.py  the Neyman test inside the forward pass, its threshold rising to the null's
                       └─ training.py          learning rate and threshold over time; checkpoints of both
                            └─ task.py, search.py   all of that as one call; recipes tried on a part of the data
+                           └─ stand_in.py          partitions tried on a network with new weights, which has not seen
+                                                   what judges
                                 └─ upgrade.py           harden, proof.py by `anneal` and `decompose`, blocks, record
 ```
 

@@ -8,15 +8,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from tqdm import tqdm
 
 from crystallite.data.batch import Batch, batches
 from crystallite.models.record import Recipe, RecipeSearch, Trial
 from crystallite.separation.task import Task
-from crystallite.separation.training import Loss, similarity
+from crystallite.separation.training import similarity, target_loss
 
-__all__ = ["Choices", "find_recipe"]
+__all__ = ["Choices", "find_recipe", "held_out_part"]
 
 _HELD_OUT = 5  # every fifth batch judges
 _MOST_SAMPLES = 20_000  # that are read
@@ -58,14 +58,13 @@ def find_recipe(
     """
     if not choices.open:
         return choices.default, RecipeSearch(note="every knob was given")
-    read, length, shortage = _read(data, task.seed)
     if held_out is not None:
-        part, judges = read, _read(held_out, task.seed)[0]
-    elif shortage:
-        return choices.default, RecipeSearch(note=shortage)
+        part, length, _ = _read(data, task.seed)
+        judges = _read(held_out, task.seed)[0]
     else:
-        part = [batch for i, batch in enumerate(read) if i % _HELD_OUT != _HELD_OUT - 1]
-        judges = read[_HELD_OUT - 1 :: _HELD_OUT]
+        part, judges, length, shortage = held_out_part(data, task.seed)
+        if shortage:
+            return choices.default, RecipeSearch(note=shortage)
     own_epochs = max(1, round(_LENGTH * epochs))
     part = part[: math.ceil(_LENGTH * epochs * length / own_epochs)]
     cost = own_epochs * len(part) / (epochs * length)  # of a trial
@@ -86,6 +85,13 @@ def find_recipe(
     found = tuple(Trial(recipe, score if score < math.inf else None) for recipe, score in trials.items())
     samples, judged = (sum(batch.size for batch in some) for some in (part, judges))
     return best, RecipeSearch(found, own_epochs, samples, judged, cost * len(trials))
+
+
+def held_out_part(data: Any, seed: int) -> tuple[list[Batch], list[Batch], int, str]:
+    """Batches to train with, every fifth to judge by, how many there are in all, and why they are too few, if so."""
+    read, length, shortage = _read(data, seed)
+    part = [batch for i, batch in enumerate(read) if i % _HELD_OUT != _HELD_OUT - 1]
+    return part, read[_HELD_OUT - 1 :: _HELD_OUT], length, shortage
 
 
 def _read(data: Any, seed: int) -> tuple[list[Batch], int, str]:
@@ -112,14 +118,12 @@ def _score(task: Task, model: nn.Module, held_out: Sequence[Batch], calibrated: 
     else:
         outputs = [batch.call(model) for batch in held_out]
         losses = [
-            [_loss(task.loss, factor * output, batch) for output, batch in zip(outputs, held_out, strict=True)]
+            [
+                float(target_loss(task.loss, factor * output, batch))
+                for output, batch in zip(outputs, held_out, strict=True)
+            ]
             for factor in (_TEMPERATURES if calibrated else (1.0,))
         ]
     sizes = torch.tensor([batch.size for batch in held_out], dtype=torch.float64)
     means = torch.tensor(losses, dtype=torch.float64) @ (sizes / sizes.sum())
     return float(means.nan_to_num(math.inf).min())
-
-
-def _loss(loss: Loss, output: Tensor, batch: Batch) -> float:
-    assert batch.target is not None, "training has asked for it"
-    return float(loss(output, batch.target.to(output.device)))

@@ -23,7 +23,7 @@ from crystallite.statistics.output_error import relative_error
 from crystallite.statistics.trainer import Trainer
 from crystallite.statistics.watching import watching
 
-__all__ = ["Schedule", "ends_of", "similarity", "train_"]
+__all__ = ["Schedule", "ends_of", "similarity", "target_loss", "train_"]
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 Metric = Callable[[nn.Module], float]
@@ -151,14 +151,18 @@ def _rest(data: Any, seed: int, length: int, done: int) -> Iterator[Batch]:
 
 def _loss(model: nn.Module, loss: Loss, readouts: Readouts | None, batch: Batch) -> tuple[Tensor, Tensor]:
     """Of the model, and on average of what its blocks alone say."""
+    with watching(model, [] if readouts is None else [readouts.layer]) as calls:
+        error = target_loss(loss, batch.call(model), batch)
+    told = () if readouts is None else readouts(calls[readouts.layer][-1].returned)
+    alone = [target_loss(loss, one, batch) for one in told]
+    return error, torch.stack(alone).mean() if alone else torch.zeros_like(error)
+
+
+def target_loss(loss: Loss, output: Tensor, batch: Batch) -> Tensor:
+    """The loss of an output by the target that came with its batch."""
     if batch.target is None:
         raise InvalidOption("data: a loss needs batches (inputs, target); pass loss=None to match the dense model")
-    with watching(model, [] if readouts is None else [readouts.layer]) as calls:
-        output = batch.call(model)
-    target = batch.target.to(output.device)
-    error = loss(output, target)
-    said = [] if readouts is None else [loss(one, target) for one in readouts(calls[readouts.layer][-1].returned)]
-    return error, torch.stack(said).mean() if said else torch.zeros_like(error)
+    return loss(output, batch.target.to(output.device))
 
 
 def similarity(model: nn.Module, dense: nn.Module, ends: Sequence[str], batch: Batch) -> Tensor:

@@ -11,13 +11,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence
+from torch import nn
 
 from crystallite.annealing import nulls
 from crystallite.core.errors import CheckpointError, CrystalliteError, InvalidOption
 from crystallite.core.progress import phase
-from crystallite.core.suggest import check_choice, matching, suggest_keywords
+from crystallite.core.suggest import matching, suggest_keywords
 from crystallite.data.batch import Batch, batches, repeatable
 from crystallite.data.positions import count_positions
 from crystallite.discovery.modules import Modules
@@ -30,9 +29,8 @@ from crystallite.models.preparing import note_call_, prepared
 from crystallite.models.record import Recipe, RecipeSearch, StorableNull, UpgradedOptions, record, set_record_
 from crystallite.models.transformers_folder import write_config
 from crystallite.models.typed_json import from_plain, to_plain
-from crystallite.partitioning.assignment import assign_by_explained_variance
-from crystallite.partitioning.input_clusters import cluster_partition
-from crystallite.partitioning.partition import Partition, decorrelated_partition, random_partition, sharing_inputs
+from crystallite.partitioning.candidates import candidate_partitions
+from crystallite.partitioning.partition import Partition, sharing_inputs
 from crystallite.partitioning.weights import owner, parameter
 from crystallite.reorganization.blocks import clear_idle_, in_blocks
 from crystallite.separation.modules import module_partition
@@ -40,15 +38,14 @@ from crystallite.separation.proof import drop_strays_, prove
 from crystallite.separation.readouts import readouts_for
 from crystallite.separation.scale import balance_
 from crystallite.separation.search import Choices, find_recipe
+from crystallite.separation.stand_in import can_stand_in, choose_partition
 from crystallite.separation.straight_through import harden_
 from crystallite.separation.task import Task, takes_probabilities
 from crystallite.separation.training import Loss, Metric, ends_of
 from crystallite.statistics.checkpoints import Checkpoints, State
-from crystallite.statistics.watching import watching
 
 __all__ = ["upgrade"]
 
-_ROWS = 4096  # of a batch, which say enough about how features vary together
 _RATES = (5e-3, 1e-2, 2e-2)  # the first ones hold where nothing can be tried
 _SMOOTHINGS = (0.0, 0.1)
 _BLOCK_LOSSES = (1.0, 0.0, 3.0)
@@ -91,9 +88,11 @@ def upgrade(
     The learning rate is searched by three trials of two fifths of the epochs on four fifths of the samples, at most
     20,000 of them being read, judged by the loss on the others (without labels: by the distance to the dense model's
     outputs). A trial costs a third of the training, so the search costs as much as the training itself, less for more
-    data. Below 500 samples or 10 batches the default holds. With `held_out`, smoothing, block loss and partition are
-    searched too, one after the other, each trial costing two fifths: at most 7, 2.8 times the training. What is given
-    is not searched. `cx.record(result).options.search` has the trials, their scores and their cost.
+    data. Below 500 samples or 10 batches the default holds. Where an MLP learns a loss and `partition` is "auto", a
+    network with new weights, trained on the same four fifths, first tries both partitions: 1.5 times the training. With
+    `held_out`, smoothing, block loss and partition are searched too, one after the other, each trial costing two
+    fifths: at most 7, 2.8 times the training. What is given is not searched. `cx.record(result).options.search` has the
+    trials, their scores and their cost.
 
     Scale: ReLU networks can be rescaled neuron by neuron without change of function, which would move weights over any
     bound. Hidden neurons are therefore brought into balanced units first (see `separation/scale.py`) and never rescaled
@@ -106,7 +105,8 @@ def upgrade(
         data: batches that can be gone through again and again, as a `DataLoader`; (inputs, target) where there is a
             loss. Their order follows `seed` where it depends on PyTorch's random numbers.
         held_out: batches that the model was *not* trained on, which judge trials of all knobs. None: a part of `data`
-            judges the learning rate alone, because samples that the model has seen speak for whatever changes it least.
+            judges the learning rate alone, because samples that the model has seen speak for whatever changes it least;
+            and the partition, by a network with new weights that has not seen it.
         loss: loss(output, target). None: no labels; the model learns to return what the dense one returns.
         smoothing: share of each label that is spread over all classes; for a loss that takes probabilities in place of
             labels, as cross-entropy does. None: 0; with `held_out` 0 and .1 are tried.
@@ -133,8 +133,8 @@ def upgrade(
             their chain. Blocks are then independent given the inputs: no weight that reads them is cut, and copies of
             inputs count as in "Along modules that exist" (docs/upgrading.md).
         partition: which neuron goes to which block. "regions" keeps inputs together that vary together, "spread" gives
-            every block inputs of all kinds; "auto" takes regions where a layer that is not separated reads all blocks,
-            or with `held_out` tries both there, and spreads inputs where an output can read one block only. Hidden
+            every block inputs of all kinds; "auto" spreads inputs where an output can read one block only, and where a
+            layer that is not separated reads all blocks tries both, or takes regions if they cannot be tried. Hidden
             neurons and outputs of linear layers follow: each goes where most of its variance is explained (see
             `partitioning/assignment.py`). Also "random", or a `Partition`.
         seed: of everything that is drawn at random.
@@ -178,22 +178,27 @@ def upgrade(
         example = batch.arguments
         dense, turned = turn_conv1d_(copy.deepcopy(model).eval())
         modes: Sequence[Mode] = ("evaluation",) if loss is None else ("evaluation", "training")  # that it runs in
+
+        def cut(one: nn.Module, some: Sequence[Batch]) -> dict[str, Partition]:
+            assert isinstance(partition, str)
+            several = held_out is not None or (loss is not None and len(chains) == 1 and can_stand_in(one))
+            found = candidate_partitions(partition, one, chains, blocks, some, seed, several)
+            return _sharing(found, _patterns(shared_inputs))
+
         if isinstance(partition, str):
             asked = None if targets is None else _patterns(targets)
             with phase("tracing", progress):
                 chains = find_chains(dense, asked, _patterns(ignore), example, modes, heads=asked is not None)
             if modules is not None:
-                partitions = {"modules": module_partition(modules, dense, chains, batch)}
+                found = {"modules": module_partition(modules, dense, chains, batch)}
+                partitions = _sharing(found, _patterns(shared_inputs))
             else:
                 some = _some(data, chains, blocks or 1)
-                partitions = _partitions(partition, dense, chains, blocks, some, seed, held_out is not None)
+                partitions = cut(dense, some)
         elif blocks is not None and partition.blocks != blocks:
             raise InvalidOption(f"blocks: expected {partition.blocks}, as the partition has, got {blocks}")
         else:
-            partitions = {"given": partition}
-        if asked_to_share := _patterns(shared_inputs):
-            readers = matching(next(iter(partitions.values())).layers, asked_to_share, (), "shared_inputs")
-            partitions = {name: sharing_inputs(one, readers) for name, one in partitions.items()}
+            partitions = _sharing({"given": partition}, _patterns(shared_inputs))
         first = next(iter(partitions.values()))  # they differ in labels alone
         for each in partitions.values():
             _check_copies(dense, each)
@@ -214,7 +219,7 @@ def upgrade(
         made_blocks = "modules" not in partitions and "given" not in partitions
         several = 1 if held_out is None else None  # what the model has seen cannot judge how much it should forget
         choices = Choices(
-            tuple(partitions),
+            tuple(partitions) if held_out is not None or readable else tuple(partitions)[:1],
             _RATES if learning_rate is None else (learning_rate,),
             (_SMOOTHINGS if logits else (0.0,))[:several] if smoothing is None else (smoothing,),
             (_BLOCK_LOSSES if readable and made_blocks else (0.0,))[:several] if block_loss is None else (block_loss,),
@@ -229,14 +234,19 @@ def upgrade(
             checkpoints = Checkpoints(checkpoint, run_identity)
             saved = checkpoints.latest()
         if saved is None:
+            by_stand_in = None
+            if held_out is None and len(choices.partition) > 1:
+                name, by_stand_in = choose_partition(task, cut, choices, data, epochs, logits, progress)
+                choices = replace(choices, partition=(name,))
             with phase("fitting", progress):
                 task.fit(choices.partition[0])
-            recipe, found = find_recipe(task, choices, data, held_out, epochs, logits, progress)
+            recipe, search = find_recipe(task, choices, data, held_out, epochs, logits, progress)
+            search = replace(search, partition=by_stand_in)
         else:
-            recipe, found = _searched(saved, checkpoint)
+            recipe, search = _searched(saved, checkpoint)
         student, history, start = task.train(
             recipe, data, epochs, fitted=saved is None, metric=metric,
-            state={"recipe": to_plain(Recipe, recipe), "search": to_plain(RecipeSearch, found)},
+            state={"recipe": to_plain(Recipe, recipe), "search": to_plain(RecipeSearch, search)},
             checkpoints=checkpoints, progress=progress,
         )  # fmt: skip
     partition = partitions[recipe.partition]
@@ -258,7 +268,7 @@ def upgrade(
         level,
         thresholds,
         recipe,
-        found,
+        search,
         tuple(history),
         tuple(balanced),
         strays,
@@ -291,6 +301,14 @@ def _check(
         raise InvalidOption(f"block_loss must be a number of at least 0, got {block_loss!r}")
     if not 0 < level < 1:
         raise InvalidOption(f"level must be a number between 0 and 1, got {level!r}")
+
+
+def _sharing(partitions: dict[str, Partition], patterns: list[str]) -> dict[str, Partition]:
+    """The same partitions with the inputs of some layers read by every block."""
+    if not patterns:
+        return partitions
+    readers = matching(next(iter(partitions.values())).layers, patterns, (), "shared_inputs")
+    return {name: sharing_inputs(one, readers) for name, one in partitions.items()}
 
 
 def _check_copies(model: nn.Module, partition: Partition) -> None:
@@ -347,55 +365,6 @@ def _searched(saved: State, source: Any) -> tuple[Recipe, RecipeSearch]:
         return from_plain(Recipe, recipe, "recipe"), from_plain(RecipeSearch, found, "search")
     except (CrystalliteError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{source}: expected the recipe of a run, got {error!s:.200}") from None
-
-
-@torch.no_grad()
-def _partitions(
-    kind: str, model: nn.Module, chains: Sequence[Chain], blocks: Any, some: Sequence[Batch], seed: int, several: bool
-) -> dict[str, Partition]:
-    """By name: one, or several where trials can decide between them, the one to take without trials first."""
-    if kind == "random":
-        return {kind: random_partition(chains, blocks, seed)}
-    check_choice("partition", kind, ("auto", "regions", "spread", "random"), "a Partition")
-    read = _features(model, [chain.layers[0] for chain in chains], some)
-    read_on = [chain for chain in chains if chain.read_on and not (chain.rows or chain.columns)]
-    found = {}
-    if kind == "regions" or (kind == "auto" and read_on):
-        found["regions"] = _with_regions(chains if kind == "regions" else read_on, chains, blocks, read, seed)
-    if kind == "spread" or (kind == "auto" and (several or not read_on)):
-        found["spread"] = decorrelated_partition(chains, blocks, read, seed)
-    return {name: assign_by_explained_variance(one, model, some) for name, one in found.items()}
-
-
-def _with_regions(
-    some: Sequence[Chain], chains: Sequence[Chain], blocks: int, read: Mapping[str, Tensor], seed: int
-) -> Partition:
-    """Inputs of some chains in regions, those of the others spread; hidden neurons are shared out at random."""
-    regions = cluster_partition(some, blocks, read, seed)
-    if len(some) == len(chains):
-        return regions
-    spread = decorrelated_partition(chains, blocks, read, seed)
-    chosen = dict(zip((chain.layers for chain in some), regions.labels, strict=True))
-    labels = (chosen.get(c.layers, own) for c, own in zip(chains, spread.labels, strict=True))
-    return Partition(spread.blocks, spread.chains, tuple(labels))
-
-
-def _features(model: nn.Module, names: Sequence[str], some: Sequence[Batch]) -> dict[str, Tensor]:
-    """(rows, features) that each layer reads, some of them; the features of a convolution are its channels."""
-    found: dict[str, list[Tensor]] = {name: [] for name in names}
-    for batch in some:
-        with watching(model, {owner(name)[0] for name in names}) as calls:
-            batch.call(model)
-        for name, parts in found.items():
-            module = owner(name)[0]
-            if not calls[module]:
-                raise InvalidOption(f"{name}: the model does not run this layer on the data, so it cannot be separated")
-            x = calls[module][0].inputs[0]
-            x = x.data if isinstance(x, PackedSequence) else x
-            by_features = isinstance(model.get_submodule(module), (nn.Linear, nn.RNNBase))
-            rows = (x if by_features else x.movedim(1, -1)).flatten(0, -2)
-            parts.append(rows[:: -(-len(rows) // _ROWS)])
-    return {name: torch.cat(parts) for name, parts in found.items()}
 
 
 def _indices(chosen: np.ndarray) -> tuple[int, ...]:
