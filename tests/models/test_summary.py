@@ -42,6 +42,13 @@ def test_tied_weights_are_counted_once():
     assert [c.macs_after for c in found.changes] == [0, 16 * 4, 50 * 16]  # what is computed is computed
 
 
+def test_what_is_left_alone_is_kept_whatever_it_holds():
+    table = nn.Embedding(50, 16, padding_idx=0)  # a row of zeros
+    small = cx.reorganize(nn.Sequential(table, block_linear(16, 16, 4, 1)), level=None, only_if_faster=False)
+    assert [c.kept_share for c in cx.summary(small).changes] == [1.0, 0.25]
+    assert "left alone: Embedding is a look-up table" in cx.summary(small).changes[0].became
+
+
 def test_table(small):
     text = repr(cx.summary(small))
     assert all(change.name in text for change in cx.summary(small).changes)  # no terminal: in full
