@@ -257,7 +257,7 @@ class ModelFit:
                 alone = left_alone(unit)
                 macs, numbers = round(alone.macs_after * left), round(alone.parameters_after * left)
                 changes[name] = replace(alone, macs_after=macs, parameters_after=numbers, kept_share=left).used(calls)
-        options = CompressedOptions(session.ridge, session.seed, held_out, **asked)
+        options = CompressedOptions(session.ridge, session.seed, held_out, data=session.data.size, **asked)
         exact = find_record(result) or Record(options)
         set_record_(result, replace(exact, options=options, changes=tuple(changes[n] for n in self.units)))
         return result

@@ -17,6 +17,7 @@ from crystallite.annealing.fitting import Empirical
 from crystallite.annealing.random_walk import DELTA0, TAU
 from crystallite.core.axes import error_share
 from crystallite.core.errors import CheckpointError, CrystalliteError, InvalidOption
+from crystallite.data.calibration import FittedOn
 from crystallite.models.recorded_call import RecordedCall
 from crystallite.models.typed_json import from_plain, to_plain
 
@@ -231,6 +232,7 @@ class CompressedOptions:
     polish: Polish | None = None
     guarantee: Guarantee | None = None
     inputs: tuple[Familiar, ...] = ()  # what a few layers read on the calibration data
+    data: FittedOn | None = None  # how much of it there was
 
 
 @dataclass(frozen=True)

@@ -149,6 +149,8 @@ def _fitted(options: CompressedOptions) -> Iterator[str]:
     asked += _OBJECTIVES.get(options.objective, "") + _FORMS.get(options.form, "")
     error = f"error of the outputs {error_share(options.held_out_error)} of their variance, on samples not fitted on"
     yield f"fitted to {asked}: {error}"
+    if options.data is not None:
+        yield str(options.data)
     if sensitive := options.sensitive:
         worst = [*sensitive.items()][:_SHOWN_SENSITIVE]
         shown = ", ".join(f"{name or '(model)'} ({own:.2g})" for name, own in worst)
