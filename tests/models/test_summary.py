@@ -49,6 +49,20 @@ def test_what_is_left_alone_is_kept_whatever_it_holds():
     assert "left alone: Embedding is a look-up table" in cx.summary(small).changes[0].became
 
 
+@pytest.mark.parametrize("options", [{"budget": 0.5}, {"blocks": 2}])
+def test_multiply_adds_are_those_of_one_sample_and_both_say_of_which(options):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Conv1d(8, 8, 3), nn.Flatten(), nn.Linear(48, 4)).eval(), torch.randn(300, 8, 8)
+    if "blocks" in options:  # which convolutions are left alone by
+        model, x = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).eval(), torch.randn(300, 5, 8)
+    small = cx.compress(model, x, **options)
+    found, verdict = cx.summary(small), cx.validate(model, small, x, max_relative_deviation=None, min_agreement=0.0)
+    assert found.macs == verdict.macs_per_sample
+    assert verdict.sample == f"shape {list(x.shape[1:])}"
+    assert f"these layers, for one sample ({verdict.sample}): multiply-adds {found.macs[0]:,} →" in repr(found)
+    assert f"multiply-adds for one sample ({verdict.sample}) {found.macs[0]:,} →" in repr(verdict)
+
+
 def test_table(small):
     text = repr(cx.summary(small))
     assert all(change.name in text for change in cx.summary(small).changes)  # no terminal: in full
@@ -56,7 +70,7 @@ def test_table(small):
     assert "4 blocks" in text
     assert "dense, annealed: one block" in text
     assert "left alone: Scaled" in text
-    assert "multiply-adds 2,569 → 841 (33%)" in text
+    assert "these layers, each weight used once: multiply-adds 2,569 → 841 (33%)" in text
     narrow = cx.summary(small).table(70)
     assert max(map(len, narrow.splitlines())) <= 70
 

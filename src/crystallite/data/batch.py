@@ -43,6 +43,19 @@ class Batch:
         """The arguments as one value: a dict where they have names, else a tuple."""
         return dict(self.named) if self.named else self.positional
 
+    @property
+    def sample(self) -> str:
+        """What one of the samples is, in words: the shapes of its tensors, of several alike the first.
+
+        >>> Batch(0, 2, named={"ids": torch.zeros(2, 7), "mask": torch.zeros(2, 7), "x": torch.zeros(2, 3, 9)}).sample
+        'ids [7], x [3, 9]'
+        """
+        found: dict[torch.Size, str] = {}
+        for name, value in (*(("shape", value) for value in self.positional), *self.named.items()):
+            if self._counts(value):
+                found.setdefault(value.shape[1:], f"{name} {list(value.shape[1:])}")
+        return ", ".join(found.values())
+
     def slice(self, start: int, stop: int) -> Batch:
         """The samples from one index up to another; values whose first axis does not count samples stay whole.
 

@@ -90,7 +90,10 @@ class OperatorRecord:
 
 @dataclass(frozen=True)
 class LayerChange:
-    """What became of one layer, and what it costs: multiply-adds as often as its weights are used."""
+    """What became of one layer, and what it costs: multiply-adds as often as its weights are used.
+
+    In a compressed model that is for what `CompressedOptions.counted` says, elsewhere for one vector or position.
+    """
 
     name: str
     kind: str  # the class of the layer
@@ -233,6 +236,7 @@ class CompressedOptions:
     guarantee: Guarantee | None = None
     inputs: tuple[Familiar, ...] = ()  # what a few layers read on the calibration data
     data: FittedOn | None = None  # how much of it there was
+    counted: str = ""  # what multiply-adds of layers are of: "for one sample (input_ids [104])"
 
 
 @dataclass(frozen=True)

@@ -61,8 +61,8 @@ def count_work(model: nn.Module, examples: Iterable[Example], outputs: tuple[str
         finally:
             for hook in hooks:
                 hook.remove()
-        sample = ", ".join(f"{name} {list(x.shape[1:])}" for name, x in made.items())
-        return Work(sample, found, {name.removeprefix("model").removeprefix("."): n for name, n in macs.items()})
+        macs = {name.removeprefix("model").removeprefix("."): n for name, n in macs.items()}
+        return Work(Batch(0, 1, named=made).sample, found, macs)
     return Work()
 
 
