@@ -159,3 +159,23 @@ def test_a_pattern_without_a_match_names_the_nearest(verb, options):
 def test_a_mistyped_choice_names_the_nearest(call, near):
     with pytest.raises(cx.InvalidOption, match=f"did you mean '{near}'"):
         call()
+
+
+def test_functions_replace_one_file_and_say_so_and_save_replaces_no_folder(tmp_path):
+    """Cells of notebooks run again; a folder may hold a verdict."""
+    pytest.importorskip("onnxscript")
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)).eval(), torch.randn(60, 8)
+    page, graph = tmp_path / "page.html", tmp_path / "model.onnx"
+    for file in (page, graph):
+        file.write_text("old")
+    cx.report(model, page)
+    cx.export(model, graph, x[:8])
+    assert b"old" not in (page.read_bytes()[:3], graph.read_bytes()[:3])
+    for verb in (cx.report, cx.export):
+        assert "is replaced" in verb.__doc__
+        assert "the command" in verb.__doc__
+    small = cx.compress(model, x, budget=0.5)
+    cx.save(small, tmp_path / "small")
+    with pytest.raises(cx.InvalidOption, match="exists already"):
+        cx.save(small, tmp_path / "small")

@@ -64,10 +64,18 @@ def test_another_original_than_the_recorded_one_is_refused(files, capsys):
     other = model()
     with torch.no_grad():
         next(other.parameters()).add_(1)
-    small = cx.save(cx.reorganize(model(), level=None, only_if_faster=False), folder / "other", source=other)
+    small = cx.save(cx.reorganize(other, level=None, only_if_faster=False), folder / "other", source=other)
     assert command("model", small, "--data", folder / "data.npz") == 2
-    assert "made from a model with the hash" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "made from a model with the hash" in said
+    assert f"{__name__}:model returned, which may be random: pass --weights FILE with the trained ones" in said
     assert read_manifest(small)["verdict"] is None
+    torch.save(other.state_dict(), folder / "trained.pt")
+    assert command("model", small, "--data", folder / "data.npz", "--weights", folder / "trained.pt") == 0
+    torch.save(model().state_dict(), folder / "others.pt")
+    assert command("model", small, "--data", folder / "data.npz", "--weights", folder / "others.pt") == 2
+    assert "pass the one it was made from" in capsys.readouterr().err  # weights that were given are no random ones
 
 
 def test_a_folder_without_a_manifest_is_opened_as_a_pretrained_model(files, monkeypatch, capsys):

@@ -55,8 +55,9 @@ def test_half_of_the_multiply_adds_of_the_whole_model(name):
     before, after = count_macs(model, ids), count_macs(small, ids)
     assert 0.49 <= after / before <= 0.51
     said = cx.summary(small).macs
-    assert said[0] == pytest.approx(before / ids.numel(), rel=0.01)  # a token meets two of four experts
-    assert said[1] == pytest.approx(after / ids.numel(), rel=0.03)  # its own router may choose a little otherwise
+    assert cx.summary(small).counted == "for one sample (input_ids [32])"
+    assert said[0] == pytest.approx(32 * before / ids.numel(), rel=0.01)  # a token meets two of four experts
+    assert said[1] == pytest.approx(32 * after / ids.numel(), rel=0.03)  # its own router may choose a little otherwise
     with torch.no_grad():
         measured = error(*(some(ids).logits.softmax(-1).sqrt() for some in (small, model)))  # logits decide by softmax
     assert cx.record(small).options.held_out_error == pytest.approx(measured, rel=0.15)
@@ -138,7 +139,7 @@ def test_padding_reaches_no_expert():
     errors = [cx.record(m).options.held_out_error for m in models]
     assert errors[0] == pytest.approx(errors[1], rel=1e-3)
     total = sum(c.macs_before for c in cx.record(models[0]).changes if ".experts." in c.name)
-    assert total == pytest.approx(2 * 2 * 3 * 64 * 128, rel=1e-3)  # layers · experts of each token · matrices
+    assert total == pytest.approx(32 * 2 * 2 * 3 * 64 * 128, rel=1e-3)  # tokens · layers · experts of each · matrices
 
 
 def test_another_model_is_shown_what_the_dense_one_was():

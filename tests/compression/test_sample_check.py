@@ -54,6 +54,19 @@ CASES = {
 }  # fmt: skip
 
 
+def test_what_is_said_of_several_layers_that_have_too_little_data():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
+    said = (
+        r"got 4 in the part that is fitted on; 2 other layers have too few as well; pass at least 16 times as much "
+        r"data, or name these layers in ignore="
+    )
+    with pytest.raises(InvalidOption, match=said):
+        compress(model, torch.randn(5, 64), budget=0.5)
+    with pytest.raises(InvalidOption, match="fitted on; pass at least 16 times as much data, or name the layer in"):
+        compress(nn.Sequential(nn.Linear(64, 8)), torch.randn(5, 64), budget=0.5)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_counted_before_is_what_layers_are_fitted_on(name, monkeypatch):
     torch.manual_seed(0)

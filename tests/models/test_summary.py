@@ -42,6 +42,27 @@ def test_tied_weights_are_counted_once():
     assert [c.macs_after for c in found.changes] == [0, 16 * 4, 50 * 16]  # what is computed is computed
 
 
+def test_what_is_left_alone_is_kept_whatever_it_holds():
+    table = nn.Embedding(50, 16, padding_idx=0)  # a row of zeros
+    small = cx.reorganize(nn.Sequential(table, block_linear(16, 16, 4, 1)), level=None, only_if_faster=False)
+    assert [c.kept_share for c in cx.summary(small).changes] == [1.0, 0.25]
+    assert "left alone: Embedding is a look-up table" in cx.summary(small).changes[0].became
+
+
+@pytest.mark.parametrize("options", [{"budget": 0.5}, {"blocks": 2}])
+def test_multiply_adds_are_those_of_one_sample_and_both_say_of_which(options):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Conv1d(8, 8, 3), nn.Flatten(), nn.Linear(48, 4)).eval(), torch.randn(300, 8, 8)
+    if "blocks" in options:  # which convolutions are left alone by
+        model, x = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).eval(), torch.randn(300, 5, 8)
+    small = cx.compress(model, x, **options)
+    found, verdict = cx.summary(small), cx.validate(model, small, x, max_relative_deviation=None, min_agreement=0.0)
+    assert found.macs == verdict.macs_per_sample
+    assert verdict.sample == f"shape {list(x.shape[1:])}"
+    assert f"these layers, for one sample ({verdict.sample}): multiply-adds {found.macs[0]:,} →" in repr(found)
+    assert f"multiply-adds for one sample ({verdict.sample}) {found.macs[0]:,} →" in repr(verdict)
+
+
 def test_table(small):
     text = repr(cx.summary(small))
     assert all(change.name in text for change in cx.summary(small).changes)  # no terminal: in full
@@ -49,7 +70,7 @@ def test_table(small):
     assert "4 blocks" in text
     assert "dense, annealed: one block" in text
     assert "left alone: Scaled" in text
-    assert "multiply-adds 2,569 → 841 (33%)" in text
+    assert "these layers, each weight used once: multiply-adds 2,569 → 841 (33%)" in text
     narrow = cx.summary(small).table(70)
     assert max(map(len, narrow.splitlines())) <= 70
 

@@ -8,12 +8,14 @@ from hypothesis import strategies as st
 from torch import nn
 
 import crystallite as cx
+from crystallite.data.batch import Batch
 from crystallite.operators.experts import Expert, Experts
 from crystallite.serving import Machine, plan
 from crystallite.serving.example import Example
 from crystallite.serving.plan import WORTH, arrange, planned
 from crystallite.serving.signature import TensorSpec
-from crystallite.serving.vectors import count_vectors
+from crystallite.serving.work import count_work
+from crystallite.validation.cost import count_macs
 from tests.helpers.artifacts import APART, TOGETHER, network, small
 from tests.helpers.block_models import block_convolution, block_linear, block_recurrent
 from tests.helpers.tolerance import assert_close
@@ -119,37 +121,38 @@ def test_a_tier_has_workers(folder):
 TOKENS = Example((TensorSpec("tokens", torch.int64, (7,), below=50),))
 FUSED = """\
 service                     multiply-adds  bytes  ms at batch 3  hops  replicas                                   holds
-encoder.layers.0.linear1.0             64    320        0.00134  11.2         1  blocks 0–1 of encoder.layers.0.linear1
-encoder.layers.0.linear1.1             64    320        0.00134  11.2         1  blocks 2–3 of encoder.layers.0.linear1
-encoder.layers.0.linear2.0             64    288        0.00134  11.2         1  blocks 0–1 of encoder.layers.0.linear2
-encoder.layers.0.linear2.1             64    288        0.00134  11.2         1  blocks 2–3 of encoder.layers.0.linear2
+encoder.layers.0.linear1.0            448    320        0.00134  11.2         1  blocks 0–1 of encoder.layers.0.linear1
+encoder.layers.0.linear1.1            448    320        0.00134  11.2         1  blocks 2–3 of encoder.layers.0.linear1
+encoder.layers.0.linear2.0            448    288        0.00134  11.2         1  blocks 0–1 of encoder.layers.0.linear2
+encoder.layers.0.linear2.1            448    288        0.00134  11.2         1  blocks 2–3 of encoder.layers.0.linear2
 (transform tier)                                                                                    all else of Encoder
 
+multiply-adds are of one sample, tokens [7]; times are what they take at least
 a hop costs 0 µs; a piece is a service of its own from 10 hops on
 replicas, which an engine of several processes starts, for 2 workers"""
 
 
 @pytest.fixture(scope="module")
 def encoder():
-    """A transformer with feed-forward layers of four blocks each, and the vectors that reach them."""
+    """A transformer with feed-forward layers of four blocks each, and what a sample brings."""
     model = small(FORMS["encoder"].build())
-    vectors = count_vectors(model, [TOKENS])
-    assert vectors == {"encoder.layers.0.linear1": 7, "encoder.layers.0.linear2": 7}  # positions of a sample
-    return model, vectors
+    work = count_work(model, [TOKENS])
+    assert work.vectors == {"encoder.layers.0.linear1": 7, "encoder.layers.0.linear2": 7}  # positions of a sample
+    return model, work
 
 
 def test_the_plan_of_a_transformer(encoder):
-    model, vectors = encoder
+    model, work = encoder
     machine = Machine(1.2e-7, 1e9, 1e9)  # a block computes 32 · 7 · 3 multiply-adds, for 5.6 hops
-    assert repr(planned(model, 3, machine, 2, vectors=vectors)) == FUSED
+    assert repr(planned(model, 3, machine, 2, work=work)) == FUSED
 
 
 def test_what_is_not_cut_is_named_with_the_reason(encoder):
-    model, vectors = encoder
-    found = planned(model, 1, Machine(2.2e-8, 1e9, 1e9), vectors=vectors)  # a block computes for 10.2 hops
+    model, work = encoder
+    found = planned(model, 1, Machine(2.2e-8, 1e9, 1e9), work=work)  # a block computes for 10.2 hops
     assert [len(stage.pieces) for stage in found.stages] == [4, 4, 0]
     assert found.fused == ()
-    found = planned(model, 1, Machine(1e-6, 1e9, 1e9), vectors=vectors)
+    found = planned(model, 1, Machine(1e-6, 1e9, 1e9), work=work)
     assert [piece.name for piece in found.pieces] == ["model"]
     why = "its blocks compute for 0.9 hops in all, two services for at least 20"
     assert found.fused == (("encoder.layers.0.linear1", why), ("encoder.layers.0.linear2", why))
@@ -169,17 +172,53 @@ def test_vectors_that_reach_operators():
     torch.manual_seed(0)
     conv = small(nn.Sequential(block_convolution(nn.Conv2d, 8, 8, 4, 1, stride=2)))
     image = Example((TensorSpec("input", torch.float32, (8, 9, 7)),), positional=("input",))
-    assert count_vectors(conv, [image]) == {"0": 4 * 3}
+    assert count_work(conv, [image]).vectors == {"0": 4 * 3}
     gru = small(block_recurrent(nn.GRU, 6, 99, 3, batch_first=True))
     sequence = Example((TensorSpec("input", torch.float32, (5, 6)),), positional=("input",))
-    assert count_vectors(gru, [sequence]) == {"": 5}
-    assert count_vectors(gru, [image]) == {}  # which it does not take
+    assert count_work(gru, [sequence]).vectors == {"": 5}
+    assert count_work(gru, [image]).vectors == {}  # which it does not take
     experts = Experts([Expert(None, nn.Linear(4, 8), nn.Linear(8, 4), nn.ReLU()) for _ in range(3)])
     routed = nn.Module()
     routed.experts = experts
     routed.forward = lambda x: experts(x[0], torch.zeros(len(x[0]), 2, dtype=torch.long), torch.ones(len(x[0]), 2))
     tokens = Example((TensorSpec("input", torch.float32, (12, 4)),), positional=("input",))
-    assert count_vectors(routed, [tokens]) == {"experts": 8}  # 24 choices of 3 experts
+    assert count_work(routed, [tokens]).vectors == {"experts": 8}  # 24 choices of 3 experts
+
+
+def test_what_is_not_cut_costs_what_a_verdict_says(tmp_path):
+    torch.manual_seed(0)
+    blocks = block_convolution(nn.Conv2d, 8, 8, 4, 1, padding=1)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), blocks, nn.ConvTranspose2d(8, 2, 2, stride=2)).eval()
+    images = torch.randn(4, 3, 6, 5)
+    cx.save(small(model), tmp_path / "small", source=model)
+    verdict = cx.validate(model, tmp_path / "small", images)  # which records the call
+    found = plan(tmp_path / "small", into=model, machine=Machine(1e-4, 1e9, 1e12))
+    (piece,) = found.pieces
+    assert piece.macs == verdict.macs_per_sample[1] == 6 * 5 * (8 * 3 * 9 + 8 * 2 * 9 + 8 * 2 * 4)
+    assert piece.seconds == piece.macs / 1e9
+    assert found.sample == "input [3, 6, 5]"
+    assert "multiply-adds are of one sample, input [3, 6, 5];" in repr(found)
+
+
+def test_a_table_of_tokens_multiplies_nothing_and_tokens_count(encoder):
+    model, work = encoder
+    (piece,) = planned(model, 3, Machine(1.0, 1e9, 1e12), work=work).pieces
+    assert piece.macs == count_macs(model, Batch(0, 1, (torch.zeros(1, 7, dtype=torch.int64),)))
+    assert piece.seconds == 3 * piece.macs / 1e9
+
+
+def test_between_cut_operators_only_what_lies_there_counts():
+    torch.manual_seed(0)
+    model = nn.Sequential(block_linear(16, 16, 4, 1), nn.Linear(16, 16), nn.ReLU(), block_linear(16, 16, 2, 2))
+    model = small(model.eval())
+    tokens = Example((TensorSpec("input", torch.float32, (5, 16)),), positional=("input",))
+    pieces = planned(model, 1, APART, work=count_work(model, [tokens])).pieces
+    assert [piece.macs for piece in pieces] == [5 * 16] * 4 + [5 * 256] + [5 * 64] * 2
+
+
+def test_without_a_sample_the_plan_says_so():
+    found = planned(small(nn.Conv2d(3, 8, 3)), 1, Machine(1.0, 1e9, 1e12))
+    assert "multiply-adds are each weight counted once, as no sample is known" in repr(found)
 
 
 def test_operators_inside_operators_belong_to_them():

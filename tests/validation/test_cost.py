@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import crystallite as cx
 from crystallite.data.batch import Batch
 from crystallite.models.experts import units_and_experts
-from crystallite.statistics.layer_io import call_counts, row_counts
+from crystallite.statistics.layer_io import call_counts, counts_and_unit, row_counts
 from crystallite.validation.cost import count_macs, measure_latency
 from tests.helpers.block_models import block_convolution, block_linear, block_recurrent
 
@@ -77,7 +77,25 @@ def test_weights_that_the_models_code_multiplies_itself_count():
     model, batch = nn.Sequential(nn.Linear(8, 8), OwnProducts()), Batch(0, 3, (torch.randn(3, 5, 8),))
     assert count_macs(model, batch) == 5 * 15 * 64
     names = [unit.name for unit in units_and_experts(model, ["*"], [])]
-    assert list(call_counts(model, names, batch).values()) == [1, 1, 1, 1, 1, 0]
+    assert list(call_counts(model, names, batch).values()) == [5, 5, 5, 5, 5, 0]
+
+
+def test_layers_that_run_once_for_a_batch_count_in_proportion():
+    batch = Batch(0, 6, named={"x": torch.randn(6, 4, 8)})
+
+    class Shared(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.own, self.places = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.own(x) + self.places(torch.ones(4, 8))
+
+    assert counts_and_unit(Shared(), ["own", "places"], batch) == (
+        {"own": 6, "places": 1},
+        "for 1/4 of a batch of 6 samples (x [4, 8])",
+    )
+    assert counts_and_unit(Shared(), ["own"], batch) == ({"own": 4}, "for one sample (x [4, 8])")
 
 
 def test_recurrent_networks_count_every_step_and_gate():

@@ -64,6 +64,19 @@ def test_a_model_that_looks_ahead_is_refused(tmp_path):
         cx.validate(model, model, data, "perplexity")
 
 
+def test_a_model_that_is_no_language_model_is_refused_as_such(tmp_path):
+    said = "perplexity: expected a causal language model, or logits .* with labels; the "
+    pictures = torch.nn.Linear(4, 3)
+    with pytest.raises(cx.InvalidOption, match=f"{said}Linear reads no tokens"):
+        cx.validate(pictures, pictures, torch.randn(8, 4), "perplexity")
+    classifier = language_model(tmp_path / "model", "BertForSequenceClassification")
+    data = cx.texts([prose(64)], word_tokenizer(), length=16)
+    with pytest.raises(cx.InvalidOption, match=rf"{said}BertForSequenceClassification returns \[1, 2\]"):
+        cx.validate(classifier, classifier, data, "perplexity")
+    with pytest.raises(cx.InvalidOption, match=f"{said[:-6]}, got a batch without either"):
+        cx.sweep(pictures, torch.randn(8, 4), [0.1], metric="perplexity")
+
+
 def test_the_deviation_is_a_number_auto_or_none(model):
     data = cx.texts([prose(64)], word_tokenizer(), length=16)
     with pytest.raises(cx.InvalidOption, match="max_relative_deviation must be one of auto or a number"):

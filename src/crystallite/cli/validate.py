@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 from typing import Any
 
 from crystallite.cli.running import open_data, open_dense, print_result
 from crystallite.core.errors import InvalidOption
-from crystallite.models.manifest import is_saved
+from crystallite.models.manifest import check_source, is_saved
+from crystallite.models.preparing import prepared
 from crystallite.models.transformers_opening import open_pretrained
 from crystallite.validation.run import validate
 
@@ -28,6 +30,9 @@ def run(options: argparse.Namespace, given: dict[str, Any]) -> int:
     if not is_saved(reorganized):
         reorganized = open_pretrained(reorganized).eval()
     original = open_dense(options.original, options.weights).eval()
+    if options.weights is None and not Path(options.original).is_dir() and is_saved(options.reorganized):
+        made = f"the weights are those that {options.original} returned, which may be random: pass --weights FILE"
+        check_source(options.reorganized, prepared(original)[0], f"{made} with the trained ones")
     verdict = validate(original, reorganized, data, **given)
     print_result(verdict, verdict.to_json(), options, options.original)
     if is_saved(options.reorganized):

@@ -21,7 +21,7 @@ class LayerCurve:
 
     size: tuple[int, int]  # outputs, inputs
     options: tuple[tuple[OperatorSpec, float], ...]  # the first is dense and adds none
-    call_counts: float = 1  # of its weight in a call of the model, in proportion to other layers
+    call_counts: float = 1  # of its weight, in proportion to other layers
 
 
 @dataclass(frozen=True)

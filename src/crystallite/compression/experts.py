@@ -17,7 +17,7 @@ from crystallite.data.positions import real_positions
 from crystallite.models.layers import Unit
 from crystallite.models.record import TOO_FEW
 from crystallite.operators.experts import Experts
-from crystallite.statistics.layer_io import call_counts, matrix_of, row_counts
+from crystallite.statistics.layer_io import counts_and_unit, matrix_of, row_counts
 
 __all__ = ["Reach", "Routes", "expert_of", "routing", "run_alike"]
 
@@ -35,8 +35,9 @@ class Reach:
 
     example: Batch  # on which as many of them run as on any other batch
     loose: frozenset[str] = frozenset()  # those of modules in lists: who reaches them is the model's own code's to say
-    counts: Mapping[str, float] = field(default_factory=dict)  # how often each layer is used, in proportion
+    counts: Mapping[str, float] = field(default_factory=dict)  # how often each layer is used
     reasons: Mapping[str, str] = field(default_factory=dict)  # why a layer is not fitted
+    unit: str = ""  # what the counts are of, in words
 
     @classmethod
     def of(cls, model: nn.Module, units: Mapping[str, Unit], data: Calibration, example: Batch) -> Reach:
@@ -51,9 +52,10 @@ class Reach:
         loose = _routed_in_lists(model, linear, data)
         experts |= loose
         others = [name for name in units if name not in experts]
-        counts: dict[str, float] = {**call_counts(model, others, data.fitted[0])}
+        called, unit = counts_and_unit(model, others, data.fitted[0])
+        counts: dict[str, float] = {**called}
         if not experts:
-            return cls(example, counts=counts)
+            return cls(example, counts=counts, unit=unit)
         fitted, held_out, ran = dict.fromkeys(units, 0), dict.fromkeys(experts, 0), dict[int, int]()
         real = positions = 0
         for number, batch in enumerate(data.all):
@@ -75,7 +77,7 @@ class Reach:
             counts[name] = padded * fitted[name] * scale or _NEVER
         reasons = _too_few(units, experts, fitted, held_out)
         best = max(range(len(data.fitted)), key=lambda number: ran[number])
-        return cls(data.fitted[best] if loose else example, frozenset(loose), counts, reasons)
+        return cls(data.fitted[best] if loose else example, frozenset(loose), counts, reasons, unit)
 
 
 def expert_of(name: str, model: nn.Module) -> str:

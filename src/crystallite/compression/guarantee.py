@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 import numpy as np
@@ -152,7 +153,8 @@ def set_aside(data: Calibration, seed: int) -> tuple[Calibration, tuple[Batch, .
                     where.append(batch.take(chosen))
     if not all([*parts, aside]):
         raise InvalidOption(f"calibration: expected samples to fit on and to set aside, got {_samples(data)} in all")
-    return Calibration(tuple(parts[0]), tuple(parts[1]), data.more), tuple(aside)
+    rest = replace(data, fitted=tuple(parts[0]), held_out=tuple(parts[1]), aside=sum(batch.size for batch in aside))
+    return rest, tuple(aside)
 
 
 def _samples(data: Calibration) -> int:

@@ -111,7 +111,7 @@ class ModelFit:
         uncut = {part.name for name, some in parts.items() if usable[name].kind == "recurrent" for part in some}
         plan = ForwardPlan.of(dense, list(inner), reach.example, reach.loose)
         cost = WholeCost.of(model, units, counts, objective)
-        session = Session(dense, inner, data, plan, ridge, seed, counts, uncut=uncut, kernels=cost.each)
+        session = Session(dense, inner, data, plan, ridge, seed, counts, reach.unit, uncut, kernels=cost.each)
         named = {name: [part.name for part in some] for name, some in parts.items()}
         return cls(model, session, units, named, cost, objective, form, progress)
 
@@ -235,7 +235,7 @@ class ModelFit:
         for c in record(result).changes:
             fit = operators[c.name]
             judged = tuple(replace(o, error=fit.error, repairs=fit.repairs) for o in c.operators)
-            changes[c.name] = replace(c, operators=judged)
+            changes[c.name] = replace(c, operators=judged).used(session.call_counts.get(c.name) or 1)
         for name, unit in session.units.items():
             if name not in changes:
                 size = (unit.matrix.shape[0], unit.matrix.shape[1])
@@ -243,7 +243,8 @@ class ModelFit:
                 if name in operators:
                     became = operator_records({name: (operators[name], size)}, session)
                 macs, share = unit.macs, unit.kept_share
-                changes[name] = change(unit, *became, macs=macs, parameters=unit.parameters, share=share)
+                stays = change(unit, *became, macs=macs, parameters=unit.parameters, share=share)
+                changes[name] = stays.used(session.call_counts.get(name) or 1)
         return self._recorded(result, changes, blocks=blocks, joint=joint)
 
     def _recorded(self, result: nn.Module, changes: dict[str, LayerChange], **asked: Any) -> nn.Module:
@@ -256,8 +257,9 @@ class ModelFit:
                 calls, left = session.call_counts.get(name) or 1, _left(result, name, unit)
                 alone = left_alone(unit)
                 macs, numbers = round(alone.macs_after * left), round(alone.parameters_after * left)
-                changes[name] = replace(alone, macs_after=macs, parameters_after=numbers).used(calls)
+                changes[name] = replace(alone, macs_after=macs, parameters_after=numbers, kept_share=left).used(calls)
         options = CompressedOptions(session.ridge, session.seed, held_out, **asked)
+        options = replace(options, data=session.data.size, counted=session.counted)
         exact = find_record(result) or Record(options)
         set_record_(result, replace(exact, options=options, changes=tuple(changes[n] for n in self.units)))
         return result

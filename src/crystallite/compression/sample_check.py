@@ -84,9 +84,10 @@ def _message(short: Mapping[str, tuple[int, int]]) -> str:
     name = max(short, key=lambda each: short[each][0] / max(short[each][1], 1))
     needed, there = short[name]
     times = math.ceil(needed / max(there, 1))
-    others = f" (and {len(short) - 1} more so)" if len(short) > 1 else ""
+    others = len(short) - 1
+    also = f"; {others} other layer{'s have' if others > 1 else ' has'} too few as well" if others else ""
     return (
-        f"{name}: expected at least {needed} positions of calibration data, as it reads {needed} inputs, got {there}"
-        f"{others} in the part that is fitted on; pass at least {times} times as much data, "
-        "or name the layer in ignore="
+        f"{name}: expected at least {needed} positions of calibration data, as it reads {needed} inputs, got {there} "
+        f"in the part that is fitted on{also}; pass at least {times} times as much data, or name "
+        f"{'these layers' if others else 'the layer'} in ignore="
     )

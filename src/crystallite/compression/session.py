@@ -37,7 +37,8 @@ class Session:
     plan: ForwardPlan
     ridge: float
     seed: int
-    call_counts: Mapping[str, float] = field(default_factory=dict)  # of each layer's weight in a call, in proportion
+    call_counts: Mapping[str, float] = field(default_factory=dict)  # of each layer's weight
+    counted: str = ""  # what these are of, in words
     uncut: AbstractSet[str] = frozenset()  # layers that are not cut into independent blocks: recurrent ones
     output_factors: dict[str, Tensor] = field(default_factory=dict)  # see `influence`
     kernels: Mapping[str, float] = field(default_factory=dict)  # module between layers → what each of its neurons costs

@@ -129,9 +129,9 @@ def percent(share: float) -> str:
 
 
 def error_share(share: float) -> str:
-    """A relative error as a percentage; only none is 0%.
+    """A relative error as a percentage, none of which is said to be 0.
 
     >>> [error_share(s) for s in (0.0, 2e-6, 0.0123)]
-    ['0.00%', 'below 0.01%', '1.23%']
+    ['below 0.01%', 'below 0.01%', '1.23%']
     """
-    return "below 0.01%" if 0 < share < 5e-5 else f"{share:.2%}"
+    return "below 0.01%" if share < 5e-5 else f"{share:.2%}"

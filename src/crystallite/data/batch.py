@@ -20,6 +20,7 @@ __all__ = ["Batch", "batches", "check_repeatable", "evaluating", "is_one_batch",
 
 
 _BAD_CALL = (TypeError, RuntimeError, ValueError, LookupError, AttributeError, AssertionError)  # raised by models
+_FORM = "; data is a list of batches, a batch (inputs, target), several positional inputs ((a, b), target)"
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,19 @@ class Batch:
     def arguments(self) -> Any:
         """The arguments as one value: a dict where they have names, else a tuple."""
         return dict(self.named) if self.named else self.positional
+
+    @property
+    def sample(self) -> str:
+        """What one of the samples is, in words: the shapes of its tensors, of several alike the first.
+
+        >>> Batch(0, 2, named={"ids": torch.zeros(2, 7), "mask": torch.zeros(2, 7), "x": torch.zeros(2, 3, 9)}).sample
+        'ids [7], x [3, 9]'
+        """
+        found: dict[torch.Size, str] = {}
+        for name, value in (*(("shape", value) for value in self.positional), *self.named.items()):
+            if self._counts(value):
+                found.setdefault(value.shape[1:], f"{name} {list(value.shape[1:])}")
+        return ", ".join(found.values())
 
     def slice(self, start: int, stop: int) -> Batch:
         """The samples from one index up to another; values whose first axis does not count samples stay whole.
@@ -101,15 +115,24 @@ class Batch:
             except CrystalliteError:
                 raise
             except _BAD_CALL as error:
+                form = _FORM if self._may_be_misread(error) else ""
                 raise InvalidOption(
                     f"the {type(model).__name__} cannot be called with the batch at sample {self.offset} "
-                    f"({', '.join(_said(here.positional, named))}): {_reason(error)}; "
-                    "data is a list of batches, a batch (inputs, target), several positional inputs ((a, b), target)"
+                    f"({', '.join(_said(here.positional, named))}): {_reason(error)}{form}"
                 ) from error
 
     def call(self, model: nn.Module) -> Tensor:
         """The main output of the model, with gradients; it does not see the target."""
         return main_output(self.without_target().run(model, gradients=True))
+
+    def _may_be_misread(self, error: Exception) -> bool:
+        """Whether data of another form may have been meant: arguments are not those that the model takes.
+
+        "You have to specify input_ids" is what transformers says of a missing one; a later batch that is a tensor alone
+        may be the target of `[x, y]`.
+        """
+        alone = self.offset > 0 and len(self.positional) == 1 and self.target is None
+        return isinstance(error, (TypeError, KeyError, AttributeError)) or "specify" in str(error) or alone
 
     def _counts(self, value: Any) -> bool:
         return isinstance(value, Tensor) and value.shape[:1] == (self.size,)
@@ -142,7 +165,7 @@ def _reason(error: Exception) -> str:
     said = str(error) if isinstance(error, (TypeError, ValueError, RuntimeError, IndexError)) else ""
     if "out of range in self" in said or "out of bounds" in said:
         said = f"{said.rstrip('.')}: ids and labels must lie inside the vocabulary, positions and classes"
-    return said or f"{type(error).__name__}: {error}"
+    return said or f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
 def is_one_batch(data: Any) -> bool:

@@ -32,6 +32,10 @@ class Images:
     batch: int
     prepare: Callable[[list[Any]], Any]  # images as the arguments of a model
 
+    @property
+    def samples(self) -> int:
+        return len(self.files)
+
     def __iter__(self) -> Iterator[Any]:
         for start in range(0, len(self.files), self.batch):
             yield self.prepare([_opened(path) for path in self.files[start : start + self.batch]])

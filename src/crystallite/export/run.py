@@ -29,6 +29,9 @@ def export(
 ) -> onnx.Exported | gguf.ExportedGguf:
     """Write a model as ONNX or GGUF, all of it or nothing.
 
+    A file of that name is replaced once the new one is written and checked, so that the cell of a notebook can run
+    again; the command `crystallite export` refuses, and so does `save`, whose folder may hold a verdict.
+
     ONNX is run beside the model on some data before it is written. Inputs have the names of the model's arguments,
     outputs those of the fields it returns. Batch size and length of sequences stay free, which is tried out; height and
     width of pictures do if the batches differ in them. An axis that turns out not to be free is fixed, and a note says

@@ -255,7 +255,7 @@ def change(
 def left_alone(unit: Unit) -> LayerChange:
     """The record of one unit that stays what it is, for its reason."""
     operator = OperatorRecord("left alone", reason=unit.reason)
-    return change(unit, operator, macs=unit.macs, parameters=unit.parameters, share=unit.kept_share)
+    return change(unit, operator, macs=unit.macs, parameters=unit.parameters, share=1.0)
 
 
 def trained(module: nn.Module) -> tuple[bool, bool]:

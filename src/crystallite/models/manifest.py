@@ -38,6 +38,9 @@ METHOD = "crystallite"
 QUANT_METHOD = "crystallite (pip install crystallite, and import crystallite before you open this folder)"
 MANIFEST, CONFIG, WEIGHTS = "manifest.json", "config.json", "model.safetensors"
 _INDEX = f"{WEIGHTS}.index.json"
+_PASS_ANOTHER = (
+    "pass the one it was made from. cx.load gives the model itself, to compare it with any other and keep no verdict"
+)
 _MOST_BYTES = 32 << 20  # the orders of 80 layers of 28,672 neurons take 14 million
 _FIELDS: dict[str, type | tuple[type, ...]] = {
     "weights_sha256": str,
@@ -148,13 +151,15 @@ def check_weights(path: str | os.PathLike[str]) -> str:
     return found
 
 
-def check_source(path: str | os.PathLike[str], original: nn.Module) -> None:
-    """Refuse an original that a saved model was not made from, as far as its manifest says what that was."""
+def check_source(path: str | os.PathLike[str], original: nn.Module, advice: str = _PASS_ANOTHER) -> None:
+    """Refuse an original that a saved model was not made from, as far as its manifest says what that was.
+
+    advice: what to do then.
+    """
     named = read_manifest(path)["source_sha256"]
     if named is not None and (found := source_sha256(original)) != named:
         raise InvalidOption(
-            f"{path}: made from a model with the hash {named:.12}…, got an original with {found:.12}…; pass the one it "
-            "was made from. cx.load gives the model itself, to compare it with any other and keep no verdict"
+            f"{path}: made from a model with the hash {named:.12}…, got an original with {found:.12}…; {advice}"
         )
 
 

@@ -17,6 +17,7 @@ from crystallite.annealing.fitting import Empirical
 from crystallite.annealing.random_walk import DELTA0, TAU
 from crystallite.core.axes import error_share
 from crystallite.core.errors import CheckpointError, CrystalliteError, InvalidOption
+from crystallite.data.calibration import FittedOn
 from crystallite.models.recorded_call import RecordedCall
 from crystallite.models.typed_json import from_plain, to_plain
 
@@ -89,7 +90,10 @@ class OperatorRecord:
 
 @dataclass(frozen=True)
 class LayerChange:
-    """What became of one layer, and what it costs: multiply-adds as often as its weights are used."""
+    """What became of one layer, and what it costs: multiply-adds as often as its weights are used.
+
+    In a compressed model that is for what `CompressedOptions.counted` says, elsewhere for one vector or position.
+    """
 
     name: str
     kind: str  # the class of the layer
@@ -231,6 +235,8 @@ class CompressedOptions:
     polish: Polish | None = None
     guarantee: Guarantee | None = None
     inputs: tuple[Familiar, ...] = ()  # what a few layers read on the calibration data
+    data: FittedOn | None = None  # how much of it there was
+    counted: str = ""  # what multiply-adds of layers are of: "for one sample (input_ids [104])"
 
 
 @dataclass(frozen=True)

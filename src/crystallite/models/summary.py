@@ -39,18 +39,22 @@ class Summary:
 
     changes: tuple[LayerChange, ...]
     order: str = ""  # of hidden neurons: how much of it lies in the weights, how much is moved at run time
+    counted: str = "each weight used once"  # what multiply-adds are of
     notes: tuple[str, ...] = ()  # what was taken off the model before; of a fitted model: what was asked for, what it
     # cost, what was protected and promised
 
     @classmethod
     def of(cls, found: Record) -> Summary:
         """Of a record alone, where the model is not in memory."""
-        notes = (*_fitted(found.options), *_unreached(found)) if isinstance(found.options, CompressedOptions) else ()
-        return cls(found.changes, "", (*found.prepared, *notes))
+        options = found.options
+        if not isinstance(options, CompressedOptions):
+            return cls(found.changes, notes=found.prepared)
+        notes = (*found.prepared, *_fitted(options), *_unreached(found))
+        return cls(found.changes, counted=options.counted or cls.counted, notes=notes)
 
     @property
     def macs(self) -> tuple[int, int]:
-        """Multiply-accumulates of these layers per input vector, output position or time step, before and after."""
+        """Multiply-accumulates of these layers for what `counted` says, before and after."""
         return sum(c.macs_before for c in self.changes), sum(c.macs_after for c in self.changes)
 
     @property
@@ -68,6 +72,7 @@ class Summary:
             "layers": [c.to_row() for c in self.changes],
             "macs": list(self.macs),
             "parameters": list(self.parameters),
+            "counted": self.counted,
             "order": self.order,
             "notes": list(self.notes),
         }
@@ -98,7 +103,8 @@ class Summary:
     @property
     def _notes(self) -> list[str]:
         (m0, m1), (p0, p1) = self.macs, self.parameters
-        total = f"these layers: multiply-adds {m0:,} → {m1:,} ({m1 / max(m0, 1):.0%}), parameters {p0:,} → {p1:,}"
+        macs = f"multiply-adds {m0:,} → {m1:,} ({m1 / max(m0, 1):.0%})"
+        total = f"these layers, {self.counted}: {macs}, parameters {p0:,} → {p1:,}"
         return [total, *([self.order] if self.order else []), *self.notes]
 
     def __repr__(self) -> str:
@@ -149,6 +155,8 @@ def _fitted(options: CompressedOptions) -> Iterator[str]:
     asked += _OBJECTIVES.get(options.objective, "") + _FORMS.get(options.form, "")
     error = f"error of the outputs {error_share(options.held_out_error)} of their variance, on samples not fitted on"
     yield f"fitted to {asked}: {error}"
+    if options.data is not None:
+        yield str(options.data)
     if sensitive := options.sensitive:
         worst = [*sensitive.items()][:_SHOWN_SENSITIVE]
         shown = ", ".join(f"{name or '(model)'} ({own:.2g})" for name, own in worst)

@@ -72,7 +72,7 @@ class Report:
         return page(self.title, self.analysis, self.views, self.rebuilt, self.verdict, results, after)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the page and return its path."""
+        """Write or replace the page and return its path."""
         return write_file(path, self.html.encode())
 
     def figures(self, folder: str | os.PathLike[str], format: str = "svg") -> list[Path]:
@@ -146,11 +146,13 @@ def report(
 ) -> Report:
     """A report on a module, state dict, checkpoint file or folder; written to `path` if there is one.
 
-    In a notebook a report shows itself. Cost: that of `analyze`, and the pictures; nothing is annealed twice.
+    A page that is there is replaced, so that the cell of a notebook can run again; the command `crystallite report`
+    replaces one with `--force` only. In a notebook a report shows itself. Cost: that of `analyze`, and the pictures;
+    nothing is annealed twice.
 
     Args:
         source: a module, a state dict, a checkpoint file or a folder, as for `analyze`.
-        path: where to write the page; None: nowhere.
+        path: where to write the page, or replace it; None: nowhere.
         reorganized: what `reorganize`, `compress` or `upgrade` made of the model, or the folder it was saved in;
             several by name.
         verdict: what `validate` returned for it, or its `to_json()`; of several models by the same names; None: that

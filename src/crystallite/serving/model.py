@@ -36,7 +36,7 @@ from crystallite.serving.statistics import Statistics
 from crystallite.serving.text import TextReader, TextRules, text_rules
 from crystallite.serving.transform import Transform
 from crystallite.serving.trial import tried
-from crystallite.serving.vectors import count_vectors
+from crystallite.serving.work import count_work
 
 if TYPE_CHECKING:
     from crystallite.serving.live_trial import Trial
@@ -132,9 +132,9 @@ class CutModel:
         given = given or list(examples(model, source.shape, None if found is None else found.call))
         positional = given[0].positional if given else (INPUT,)
         machine = source.machine or measure_machine()
-        vectors = count_vectors(model, given, source.outputs)
+        work = count_work(model, given, source.outputs)
         interface = positional, source.outputs
-        plan, network = arrange(model, source.batch, machine, source.workers, *interface, vectors)
+        plan, network = arrange(model, source.batch, machine, source.workers, *interface, work)
         with _observed_inputs(network) as inputs:
             signature, joining, example = tried(network, given)
         for piece, module in network.modules.items():

@@ -18,14 +18,14 @@ __all__ = ["Piece", "open_piece", "part_of"]
 
 @dataclass(frozen=True)
 class Piece:
-    """A service: what it holds and computes for one input vector, how long a batch should take, and how often it runs.
+    """A service: what it holds and computes for one sample, how long a batch should take, and how often it runs.
 
     Replicas are dealt out in proportion to load, so that none waits for another when all are busy.
     """
 
     name: str
     holds: str
-    macs: int  # for one input vector, position or time step
+    macs: int  # of a call with one sample; where no sample is known, with one vector, position or time step
     nbytes: int
     seconds: float
     modules: tuple[str, ...]  # that it is made of, or whose blocks it holds; none: the whole model

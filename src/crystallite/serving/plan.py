@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from crystallite.serving.machine import Machine, measure_machine
 from crystallite.serving.network import Network, network_of, runs
 from crystallite.serving.piece import Piece
 from crystallite.serving.signature import INPUT
-from crystallite.serving.vectors import count_vectors
+from crystallite.serving.work import Work, count_work
 
 __all__ = ["Plan", "Stage", "arrange", "plan", "planned"]
 
@@ -48,6 +48,7 @@ class Plan:
     machine: Machine
     workers: int
     fused: tuple[tuple[str, str], ...] = ()  # operators that could be cut and are not, and why
+    sample: str = ""  # that multiply-adds and times are of; "": a vector, position or time step of each operator
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
@@ -70,9 +71,12 @@ class Plan:
         lines = text_table(rows)
         if self.fused:
             lines += ["", "not cut:", *text_table([list(pair) for pair in self.fused])]
+        unknown = "each weight counted once, as no sample is known: say shape="
+        counted = f"of one sample, {self.sample}" if self.sample else unknown
+        counted = f"multiply-adds are {counted}; times are what they take at least"
         hop = f"a hop costs {self.machine.hop * 1e6:.0f} µs; a piece is a service of its own from {WORTH} hops on"
         replicas = f"replicas, which an engine of several processes starts, for {self.workers} workers"
-        return "\n".join([*lines, "", hop, replicas])
+        return "\n".join([*lines, "", counted, hop, replicas])
 
 
 def plan(
@@ -95,7 +99,7 @@ def plan(
     Modules without weights run in the transform tier.
 
     - `into`: an instance of the original, for a model with code of its own.
-    - `shape`: of one sample, where the first layer does not say it: how much operators compute is counted in one run.
+    - `shape`: of one sample, where the first layer does not say it: what it costs is counted in one run.
     - `batch`: the samples that a call is expected to hold.
     - `machine`: rates to plan for; measured here if not given.
     - `workers`: cores of the inference tier, which replicas share in proportion to what they compute; those of this
@@ -107,8 +111,7 @@ def plan(
         given = list(examples(model, shape, None if found is None else found.call))
     except InvalidOption:  # nobody says what a sample is: one vector
         given = []
-    vectors = count_vectors(model, given)
-    return planned(model, batch, machine or measure_machine(), workers, vectors=vectors)
+    return planned(model, batch, machine or measure_machine(), workers, work=count_work(model, given))
 
 
 def arrange(
@@ -118,14 +121,14 @@ def arrange(
     workers: int | None = None,
     positional: tuple[str, ...] = (INPUT,),
     outputs: tuple[str, ...] = (),
-    vectors: Mapping[str, int] | None = None,
+    work: Work | None = None,
 ) -> tuple[Plan, Network]:
     """The plan of a model, and the model cut along it.
 
     positional: inputs that the model takes by place, not by name; outputs: those that are chosen. See `NamedModel`.
-    vectors: as for `planned`.
+    work: as for `planned`.
     """
-    found = planned(model, batch, machine, workers, positional, outputs, vectors)
+    found = planned(model, batch, machine, workers, positional, outputs, work)
     return found, network_of(model, found.pieces, positional, outputs)
 
 
@@ -136,17 +139,18 @@ def planned(
     workers: int | None = None,
     positional: tuple[str, ...] = (INPUT,),
     outputs: tuple[str, ...] = (),
-    vectors: Mapping[str, int] | None = None,
+    work: Work | None = None,
 ) -> Plan:
     """The plan of a model, of whose weights no number is read; arguments as for `arrange`.
 
-    vectors: by the name of an operator, how many vectors, positions or time steps of a sample each of its blocks reads.
+    work: what one sample brings to each operator.
     """
     workers = (os.cpu_count() or 1) if workers is None else workers
     for name, count in (("batch", batch), ("workers", workers)):
         if count < 1:
             raise InvalidOption(f"{name}: expected at least 1, got {count}")
-    vectors = vectors or {}
+    work = work or Work()
+    vectors = work.vectors
     cuts: dict[str, list[tuple[Site, Groups]]] = {}
     fused: dict[str, str] = {}
     for name, operator in _cuttable(model):
@@ -155,18 +159,17 @@ def planned(
             fused[name or "model"] = found
         else:
             cuts[name] = found
-    every = batch * max(vectors.values(), default=1)
     stages: list[Stage] = []
     for names in runs(model, cuts):
         if names is None:
             for name, sites in cuts.items():
-                stages += _stages(name, sites, batch * vectors.get(name, 1), machine)
+                stages += _stages(name, sites, vectors.get(name, 1), batch, machine)
             stages.append(Stage(f"all else of {type(model).__name__}", ()))
         elif names[0] in cuts:
-            stages += _stages(names[0], cuts[names[0]], batch * vectors.get(names[0], 1), machine)
+            stages += _stages(names[0], cuts[names[0]], vectors.get(names[0], 1), batch, machine)
         else:
-            stages.append(_uncut(model, names, every, machine, positional, outputs))
-    return Plan(_with_replicas(stages, workers), batch, machine, workers, tuple(fused.items()))
+            stages.append(_uncut(model, names, work, batch, machine, positional, outputs))
+    return Plan(_with_replicas(stages, workers), batch, machine, workers, tuple(fused.items()), work.sample)
 
 
 def _cuttable(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -220,20 +223,23 @@ def _packed(seconds: Sequence[float], macs: Sequence[int], enough: float) -> lis
     return groups or [open_group]
 
 
-def _stages(name: str, sites: Sequence[tuple[Site, Groups]], vectors: int, machine: Machine) -> Iterator[Stage]:
-    """One for each site of a cut operator."""
+def _stages(
+    name: str, sites: Sequence[tuple[Site, Groups]], vectors: int, batch: int, machine: Machine
+) -> Iterator[Stage]:
+    """One for each site of a cut operator; vectors: that a sample brings."""
     for site, groups in sites:
         where = ".".join(part for part in (name or "model", site.name) if part)
         pieces = []
         for number, blocks in enumerate(groups):
-            cost, modules = Cost.sum(site.costs[block] for block in blocks), (name,) if name else ()
-            seconds, held = machine.seconds(*cost, vectors), f"{_spans(blocks)} of {where}"
+            one, modules = Cost.sum(site.costs[block] for block in blocks), (name,) if name else ()
+            cost = Cost(one.macs * vectors, one.nbytes)
+            seconds, held = machine.seconds(*cost, batch), f"{_spans(blocks)} of {where}"
             pieces.append(Piece(f"{where}.{number}", held, *cost, seconds, modules, site.name, tuple(blocks)))
         yield Stage(f"{len(pieces)} part{'s' * (len(pieces) > 1)} of {where}", tuple(pieces))
 
 
 def _uncut(
-    model: nn.Module, names: Sequence[str], vectors: int, machine: Machine, positional: tuple[str, ...],
+    model: nn.Module, names: Sequence[str], work: Work, batch: int, machine: Machine, positional: tuple[str, ...],
     outputs: tuple[str, ...],
 ) -> Stage:  # fmt: skip
     """What is one service as it is, or, without weights, a step of the transform tier."""
@@ -242,8 +248,8 @@ def _uncut(
     if names != [""] and not any(True for _ in module.parameters()):
         return Stage(_kinds(module), ())
     name = names[0] if len(names) == 1 else f"{names[0]}-{names[-1]}"
-    cost = Cost(sum(p.numel() for p in module.parameters() if p.ndim > 1), nbytes(module))
-    piece = Piece(name or "model", _kinds(module), *cost, machine.seconds(*cost, vectors), tuple(names))
+    cost = Cost(work.macs_of(model, names), nbytes(module))
+    piece = Piece(name or "model", _kinds(module), *cost, machine.seconds(*cost, batch), tuple(names))
     if names == [""]:
         piece = dataclasses.replace(piece, modules=(), positional=positional, outputs=outputs)
     return Stage(f"{piece.name} as it is", (piece,))

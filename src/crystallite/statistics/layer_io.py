@@ -18,7 +18,7 @@ from crystallite.operators.conv import Convolution
 from crystallite.operators.experts import active_experts
 from crystallite.statistics.watching import LayerCall
 
-__all__ = ["call_counts", "matrix_of", "read_rows", "row_counts", "set_layer_", "written_rows"]
+__all__ = ["call_counts", "counts_and_unit", "matrix_of", "read_rows", "row_counts", "set_layer_", "written_rows"]
 
 _TRANSPOSED = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
 Rows = Callable[[torch.Size], Tensor]  # which rows are looked at, by the shape of positions
@@ -84,7 +84,9 @@ def _batched(module: Convolution, value: Tensor) -> Tensor:
 
 
 def call_counts(model: nn.Module, names: Iterable[str], batch: Batch) -> dict[str, int]:
-    """How often each layer is used, as the smallest whole numbers in the right proportion; 0: it does not run.
+    """How often each layer is used for one sample; 0: it does not run.
+
+    Where some layers run once for a whole batch, the smallest whole numbers in the right proportion.
 
     A convolution is used at every place of what it writes, a transposed one at every place of what it reads, a
     recurrent layer at every step. Where the model's code multiplies a weight itself, that counts too.
@@ -93,10 +95,18 @@ def call_counts(model: nn.Module, names: Iterable[str], batch: Batch) -> dict[st
     >>> call_counts(net, ["0", "2", "3"], Batch(0, 5, (torch.zeros(5, 1, 4),)))
     {'0': 2, '2': 1, '3': 1}
     """
+    return counts_and_unit(model, names, batch)[0]
+
+
+def counts_and_unit(model: nn.Module, names: Iterable[str], batch: Batch) -> tuple[dict[str, int], str]:
+    """The same, and what these counts are of, in words."""
     found = row_counts(model, names, batch)
     found |= multiplied_rows(model, [name for name, rows in found.items() if not rows], batch)
-    common = math.gcd(*found.values()) or 1
-    return {name: count // common for name, count in found.items()}
+    common, unit = batch.size, f"for one sample ({batch.sample})"
+    if any(count % batch.size for count in found.values()):
+        common = math.gcd(*found.values())
+        unit = f"for {f'1/{common:,} of ' * (common > 1)}a batch of {batch.size:,} samples ({batch.sample})"
+    return {name: count // common for name, count in found.items()}, unit
 
 
 def row_counts(model: nn.Module, names: Iterable[str], batch: Batch) -> dict[str, int]:

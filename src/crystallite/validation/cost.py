@@ -16,7 +16,7 @@ from crystallite.data.batch import Batch
 from crystallite.data.weight_products import multiplied_rows
 from crystallite.operators.experts import active_experts
 
-__all__ = ["Latency", "count_macs", "count_parameters", "measure_latency"]
+__all__ = ["Latency", "count_macs", "count_parameters", "macs_by_module", "measure_latency"]
 
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -52,7 +52,12 @@ def count_macs(model: nn.Module, batch: Batch) -> int:
     >>> count_macs(nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)), Batch(0, 5, (torch.zeros(5, 4),)))
     90
     """
-    counted: list[int] = []
+    return sum(macs_by_module(model, batch).values())
+
+
+def macs_by_module(model: nn.Module, batch: Batch) -> dict[str, int]:
+    """The same by the name of the module that multiplies."""
+    counted: dict[str, int] = {}
     idle: dict[nn.Linear, str] = {}  # that were not called
     handles = []
     inside: list[str] = []  # names of modules that are counted as wholes
@@ -64,8 +69,8 @@ def count_macs(model: nn.Module, batch: Batch) -> int:
         elif isinstance(module, nn.Linear):
             idle[module] = name
 
-        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-            counted.append(_macs(module, inputs, output))
+        def hook(module: nn.Module, inputs: Any, output: Any, name: str = name) -> None:
+            counted[name] = counted.get(name, 0) + _macs(module, inputs, output)
             if isinstance(module, nn.Linear):
                 idle.pop(module, None)
 
@@ -76,7 +81,7 @@ def count_macs(model: nn.Module, batch: Batch) -> int:
         for handle in handles:
             handle.remove()
     rows = multiplied_rows(model, idle.values(), batch)
-    return sum(counted) + sum(rows[name] * module.weight.numel() for module, name in idle.items())
+    return counted | {name: rows[name] * module.weight.numel() for module, name in idle.items()}
 
 
 def _macs(module: Any, inputs: tuple[Any, ...], output: Any) -> int:

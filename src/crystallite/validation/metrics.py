@@ -28,6 +28,7 @@ __all__ = [
 ]
 
 _AT_ONCE = 1 << 22  # logits that are looked at together
+_NO_TOKENS = "perplexity: expected a causal language model, or logits (samples, tokens, vocabulary) with labels"
 _IGNORED = -100  # the label of positions that do not count, as everywhere in PyTorch
 
 
@@ -125,6 +126,8 @@ class RunningMetric:
     def add(self, batch: Batch, output: Any) -> None:
         """What the system returned on a batch."""
         target = read_tokens(batch) if self.metric.of_tokens and batch.target is None else batch.target
+        if target is None and self.metric.of_tokens:
+            raise InvalidOption(f"{_NO_TOKENS}, got a batch without either")
         if target is None:
             raise InvalidOption(
                 f"the metric {self.metric.name} needs a target for every sample: give data as (inputs, target), or "
@@ -233,8 +236,12 @@ def read_tokens(batch: Batch) -> Tensor | None:
 def check_causal(model: nn.Module, batch: Batch) -> None:
     """Refuse a model whose outputs at a token depend on later ones: what it says of those is no prediction."""
     tokens = read_tokens(batch)
+    if tokens is None and batch.target is None:
+        raise InvalidOption(f"{_NO_TOKENS}; the {type(model).__name__} reads no tokens")
     if tokens is None or tokens.shape[1] < 2:
         return
+    if (logits := main_output(batch.without_target().run(model))).ndim != 3:
+        raise InvalidOption(f"{_NO_TOKENS}; the {type(model).__name__} returns {list(logits.shape)}")
     last = int((tokens[0] != _IGNORED).nonzero().amax())
     other = tokens.clamp(min=0).clone()
     other[0, last] = 0 if other[0, last] else 1

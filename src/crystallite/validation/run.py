@@ -132,6 +132,7 @@ def validate(
         swept,
         _guarantee(model),
         collected.unfamiliar if collected.known else None,
+        samples[0].sample,
         block_roles(model, data, measured, slices=slices) if ablate_blocks else None,
     )
     if not isinstance(reorganized, nn.Module):

@@ -45,6 +45,7 @@ class Verdict:
     sweep: Sweep | None = None
     guarantee: str | None = None  # what was shown when the model was fitted, on other samples
     unfamiliar: Unfamiliar | None = None  # how many samples are unlike those that it was fitted on, where it was
+    sample: str = ""  # of the first batch, on which multiply-adds are counted: "input_ids [104]"
     block_roles: BlockRoles | None = None  # what each block is for, where blocks were switched off
 
     @property
@@ -88,6 +89,7 @@ class Verdict:
                 "parameters": self.parameters,
                 "macs": self.macs,
                 "macs_per_sample": self.macs_per_sample,
+                "sample": self.sample,
                 "latency": [asdict(latency) for latency in self.latency],
                 "slices": [asdict(part) for part in self.slices],
                 "layers": {layer.name: layer.deviation for layer in self.layers},
@@ -148,7 +150,8 @@ class Verdict:
                 where = [name for name, why in self.skipped_layers.items() if why == reason]
                 lines.append(f"  not compared: {', '.join(where)} ({reason})")
         (p0, p1), (m0, m1) = self.parameters, self.macs_per_sample
-        cost = f"multiply-adds for one sample {m0:,} → {m1:,} ({m1 / max(m0, 1):.0%})"
+        sample = f"one sample ({self.sample})" if self.sample else "one sample"
+        cost = f"multiply-adds for {sample} {m0:,} → {m1:,} ({m1 / max(m0, 1):.0%})"
         lines += ["", f"parameters {p0:,} → {p1:,}, {cost}"]
         lines += [
             f"latency, batch {t.batch}: {t.original * 1e3:.3g} → {t.reorganized * 1e3:.3g} ms ({t.speedup:.2f}×)"

@@ -95,6 +95,7 @@ def polish_decoder_(
     small, dense = (Stack(one, list_of_layers(model)).quick() for one in (result, model))
     names = [unit.name for unit in find_units(result, ["*"], []) if unit.name.startswith(f"{small.name}.")]
     layers = matching(names, options.targets, options.ignore)
-    as_read = replace(data, **{k: tuple(map(as_tokens, getattr(data, k))) for k in ("fitted", "held_out", "more")})
+    fitted, held_out, more = (tuple(map(as_tokens, some)) for some in (data.fitted, data.held_out, data.more))
+    as_read = replace(data, fitted=fitted, held_out=held_out, more=more)
     checkpoints = None if folder is None else polish_checkpoints(folder, model, result, data, steps)
     return polish_(result, _NextTokens(small, dense), layers, as_read, steps, options.seed, checkpoints, progress)

@@ -357,7 +357,7 @@ def fit_decoder(
         made = CompressedOptions(
             options.ridge, options.seed, held_out_error, budget=budget, objective=options.objective,  # type: ignore[arg-type]
             form=options.form, heads_kept={name: why for name, why in parts.alone.items() if ":" in name},  # type: ignore[arg-type]
-            heads_mixed=tuple(mixed), inputs=fit.inputs(result),
+            heads_mixed=tuple(mixed), inputs=fit.inputs(result), data=data.size, counted="for one token",
         )  # fmt: skip
         shared = [(before[key], size) for key, size in sizes[0].items()] if options.form == "uniform" else []
         changes = changes_of(units, stack, done[result], alone, tables)
