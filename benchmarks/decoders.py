@@ -48,7 +48,7 @@ OURS: dict[str, dict[str, Any]] = {
     "crystallite": {"form": "any"},
     "crystallite, dense form": {"form": "dense"},
     "crystallite, uniform form": {"form": "uniform"},
-    "crystallite, dense form, polished": {"form": "dense", "polish_steps": 16},
+    "crystallite, dense form, polished": {"form": "dense", "polish_steps": 64},
 }
 METHODS = (*OURS, *PEERS, "SliceGPT")
 _KEY = ("model", "calibration", "tokens", "seed", "method", "share", "dtype", "judged")
