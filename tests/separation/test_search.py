@@ -188,6 +188,7 @@ def test_too_little_data_is_not_held_out(small_digits):
     _, x, y = small_digits
     found = cx.record(run(small_digits, data=[(x, y)], epochs=1)).options
     assert not found.search.trials
+    assert found.search.partition is None
     assert "640 samples in 1 batches are too few to hold some out" in str(found)
     assert (found.recipe.learning_rate, found.recipe.block_loss, found.recipe.smoothing) == (5e-3, 1.0, 0.0)
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from crystallite.core.progress import phase
 from crystallite.data.batch import Batch
 from crystallite.models.record import RecipeSearch
 from crystallite.partitioning.partition import Partition
@@ -42,8 +43,8 @@ def choose_partition(
     epochs: int,
     calibrated: bool,
     progress: bool,
-) -> tuple[str, RecipeSearch]:
-    """The name of the best partition, and how it was found.
+) -> tuple[str, RecipeSearch | None]:
+    """The name of the best partition, and how it was found; the first one where the data are too few to try them.
 
     The model has seen the data, so none of them tells how it generalises. A stand-in, the same network with new
     weights, is trained on four fifths of them for as many epochs as the upgrade will have; it is cut in each way and
@@ -51,9 +52,10 @@ def choose_partition(
     """
     part, judges, length, shortage = held_out_part(data, task.seed)
     if shortage:
-        return choices.partition[0], RecipeSearch(note=shortage)
+        return choices.partition[0], None
     torch.manual_seed(task.seed)
-    stand_in = _trained_anew(task.dense, task, part, epochs)
+    with phase("training a network with new weights", progress):
+        stand_in = _trained_anew(task.dense, task, part, epochs)
     other = replace(task, dense=stand_in, partitions=cut(stand_in, part), some=part, _fitted={})
     only = Choices(choices.partition, choices.learning_rate[:1], choices.smoothing[:1], choices.block_loss[:1])
     own, unseen = ([(batch.arguments, batch.target) for batch in some] for some in (part, judges))
