@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -22,6 +23,7 @@ from crystallite.statistics.trainer import Trainer
 __all__ = ["can_stand_in", "choose_partition"]
 
 _RATE = 1e-3  # of training the stand-in
+_CLEARLY = 0.05  # share of the first partition's loss that another one must save: less is chance
 
 
 def can_stand_in(model: nn.Module) -> bool:
@@ -48,7 +50,8 @@ def choose_partition(
 
     The model has seen the data, so none of them tells how it generalises. A stand-in, the same network with new
     weights, is trained on four fifths of them for as many epochs as the upgrade will have; it is cut in each way and
-    trained on as a trial of the search is, at the first value of every other knob, and the last fifth judges.
+    trained on as a trial of the search is, at the first value of every other knob, and the last fifth judges. Another
+    partition than the first has to be clearly better.
     """
     part, judges, length, shortage = held_out_part(data, task.seed)
     if shortage:
@@ -59,8 +62,11 @@ def choose_partition(
     other = replace(task, dense=stand_in, partitions=cut(stand_in, part), some=part, _fitted={})
     only = Choices(choices.partition, choices.learning_rate[:1], choices.smoothing[:1], choices.block_loss[:1])
     own, unseen = ([(batch.arguments, batch.target) for batch in some] for some in (part, judges))
-    best, found = find_recipe(other, only, own, unseen, epochs, calibrated, progress)
-    return best.partition, replace(found, cost=(1 + found.cost) * len(part) / length)
+    _, found = find_recipe(other, only, own, unseen, epochs, calibrated, progress)
+    scores = {one.recipe.partition: math.inf if one.score is None else one.score for one in found.trials}
+    first, best = choices.partition[0], min(scores, key=lambda name: scores[name])
+    clear = math.isinf(scores[first]) or scores[first] - scores[best] > _CLEARLY * abs(scores[first])
+    return best if clear else first, replace(found, cost=(1 + found.cost) * len(part) / length)
 
 
 def _trained_anew(model: nn.Module, task: Task, part: list[Batch], epochs: int) -> nn.Module:
