@@ -16,6 +16,7 @@ from tests.helpers.waiting import finished
 RAY = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_AUTH_MODE": "disabled",  # nobody else is in the namespace, and a token would be written to the home folder
+    "RAY_worker_niceness": "0",  # of 15, workers hardly run where others keep the machine busy
     "RAY_memory_monitor_refresh_ms": "0",  # it would kill workers where others fill the machine's memory
 }
 

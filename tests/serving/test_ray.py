@@ -37,6 +37,7 @@ def ray(tmp_path_factory):
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": secrets.token_hex(32),
             "RAY_SERVE_HANDLE_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1",
+            "RAY_worker_niceness": "0",  # of 15, workers hardly run where others keep the machine busy
             "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",  # of 5 a busy machine takes more, and the proxy is killed
             "OMP_NUM_THREADS": "1",
         }
