@@ -33,7 +33,7 @@ def loss(output, target):
     return F.cross_entropy(output, target)
 
 loss.calls = 0
-given = {"epochs": 3, "seed": 5, "ignore": "5", **digits.RECIPE}
+given = {"epochs": 3, "seed": 5, "ignore": "5", "partition": "regions", **digits.RECIPE}
 upgrade(digits.network(0.2), blocks=4, data=loader, loss=loss, checkpoint=sys.argv[1], **given)
 """
 
@@ -41,7 +41,7 @@ upgrade(digits.network(0.2), blocks=4, data=loader, loss=loss, checkpoint=sys.ar
 def run(folder=None, **options):
     """A network with dropout, so that random numbers matter beyond the order of batches."""
     loader, *_ = digits.data()
-    given = {"blocks": 4, "epochs": 3, "seed": 5, "ignore": "5", **digits.RECIPE, **options}
+    given = {"blocks": 4, "epochs": 3, "seed": 5, "ignore": "5", "partition": "regions", **digits.RECIPE, **options}
     return upgrade(digits.network(0.2), data=loader, loss=F.cross_entropy, checkpoint=folder, **given)
 
 
