@@ -134,7 +134,8 @@ def measured(
         rate, began = _UPGRADE_RATES.get((outputs, k), 5e-3), time.perf_counter()
         small = upgrade(
             trained, blocks=k, data=data, loss=smoothed, epochs=epochs, learning_rate=rate, smoothing=0.0,
-            block_loss=1.0, ignore=() if outputs == "in" else ("4",), seed=seed,
+            block_loss=1.0, partition="spread" if outputs == "in" else "regions",
+            ignore=() if outputs == "in" else ("4",), seed=seed,
         )  # fmt: skip
         seconds = time.perf_counter() - began
         found = accuracy(small, test.x, test.y)

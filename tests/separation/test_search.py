@@ -13,7 +13,7 @@ import crystallite as cx
 from crystallite.cli.main import main
 from crystallite.data.batch import batches
 from crystallite.models.record import Recipe, RecipeSearch
-from crystallite.separation import find_chains, random_partition, search, upgrade
+from crystallite.separation import find_chains, random_partition, search, stand_in, upgrade
 from crystallite.separation import task as tasks
 from crystallite.separation.search import Choices, find_recipe
 from crystallite.separation.stand_in import can_stand_in
@@ -106,6 +106,13 @@ def test_blocks_that_need_inputs_of_both_kinds_get_them():
     scores = {trial.recipe.partition: trial.score for trial in found.search.partition.trials}
     assert scores["spread"] < 0.7 * scores["regions"]
     assert found.recipe.partition == "spread"
+
+
+def test_a_stand_in_that_diverges_says_nothing(small_digits, monkeypatch):
+    monkeypatch.setattr(stand_in, "_RATE", 1e30)
+    found = cx.record(run(small_digits, learning_rate=5e-3, epochs=1)).options
+    assert found.search.partition is None
+    assert found.recipe.partition == "regions"
 
 
 def test_a_model_that_cannot_be_drawn_anew_keeps_the_first_partition(small_digits):

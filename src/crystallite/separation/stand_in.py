@@ -46,7 +46,9 @@ def choose_partition(
     calibrated: bool,
     progress: bool,
 ) -> tuple[str, RecipeSearch | None]:
-    """The name of the best partition, and how it was found; the first one where the data are too few to try them.
+    """The name of the best partition, and how it was found; the first one where they cannot be tried.
+
+    That is where data are too few, or training from new weights diverges.
 
     The model has seen the data, so none of them tells how it generalises. A stand-in, the same network with new
     weights, is trained on four fifths of them for as many epochs as the upgrade will have; it is cut in each way and
@@ -59,6 +61,8 @@ def choose_partition(
     torch.manual_seed(task.seed)
     with phase("training a network with new weights", progress):
         stand_in = _trained_anew(task.dense, task, part, epochs)
+    if not all(bool(parameter.isfinite().all()) for parameter in stand_in.parameters()):
+        return choices.partition[0], None
     other = replace(task, dense=stand_in, partitions=cut(stand_in, part), some=part, _fitted={})
     only = Choices(choices.partition, choices.learning_rate[:1], choices.smoothing[:1], choices.block_loss[:1])
     own, unseen = ([(batch.arguments, batch.target) for batch in some] for some in (part, judges))

@@ -153,8 +153,8 @@ def _loss(model: nn.Module, loss: Loss, readouts: Readouts | None, batch: Batch)
     """Of the model, and on average of what its blocks alone say."""
     with watching(model, [] if readouts is None else [readouts.layer]) as calls:
         error = target_loss(loss, batch.call(model), batch)
-    told = () if readouts is None else readouts(calls[readouts.layer][-1].returned)
-    alone = [target_loss(loss, one, batch) for one in told]
+    outputs = () if readouts is None else readouts(calls[readouts.layer][-1].returned)
+    alone = [target_loss(loss, output, batch) for output in outputs]
     return error, torch.stack(alone).mean() if alone else torch.zeros_like(error)
 
 
