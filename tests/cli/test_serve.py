@@ -130,4 +130,4 @@ def test_two_models_of_one_name(folder, capsys):
 
 def test_models_need_a_verdict(tmp_path, capsys):
     assert run(saved(network(), tmp_path / "small", passed=None)) == 2
-    assert "never validated" in capsys.readouterr().err
+    assert "never validated; run crystallite validate, or pass --unvalidated" in capsys.readouterr().err

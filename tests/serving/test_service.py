@@ -75,7 +75,7 @@ def test_models_need_a_verdict(tmp_path):
     unknown, failed = (
         saved(network(), tmp_path / name, passed) for name, passed in [("unknown", None), ("bad", False)]
     )
-    with pytest.raises(cx.InvalidOption, match="never validated"):
+    with pytest.raises(cx.InvalidOption, match=r"never validated.*unvalidated=True"):
         Service.load(unknown)
     with pytest.raises(cx.InvalidOption, match=r"failed its validation \(planted\)"):
         Service.load(failed)

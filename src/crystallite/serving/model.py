@@ -279,9 +279,11 @@ def check_verdict(path: Path) -> None:
     """Refuse a saved model without a verdict, or with one that it failed."""
     verdict = None if _is_dense(path) else read_manifest(path)["verdict"]
     if verdict is None:
-        raise InvalidOption(f"{path}: this model was never validated; run crystallite validate, or say --unvalidated")
+        raise InvalidOption(
+            f"{path}: this model was never validated; run crystallite validate, or pass unvalidated=True"
+        )
     if verdict.get("passed") is not True:
         reasons = "; ".join(map(str, verdict.get("reasons") or ["no reason given"]))
         raise InvalidOption(
-            f"{path}: this model failed its validation ({reasons:.200}); --unvalidated serves it anyway"
+            f"{path}: this model failed its validation ({reasons:.200}); unvalidated=True serves it anyway"
         )
